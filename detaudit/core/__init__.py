@@ -1,0 +1,1 @@
+"""What all three packages stand on: records, errors, the digest."""
