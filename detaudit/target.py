@@ -86,7 +86,8 @@ def resolve(target: str, *, script: bool = False, argv: Sequence[str] = ()) -> T
     if not has_inputs:
         raise TargetInvalid(
             f"{path} has {named or DEFAULT_FACTORY}() but no {INPUTS}(); add one that returns a "
-            "tensor, a tuple of positional arguments or a dict of keyword arguments, or run the file with --script"
+            "tensor, a tuple of positional arguments or a dict of keyword arguments, "
+            "or run the file with --script"
         )
     if not has_factory:
         raise TargetInvalid(
