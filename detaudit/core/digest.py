@@ -1,0 +1,300 @@
+"""The identity of tensors and host scalars: parts, digest, digesters.
+
+Nothing here changes what a target sees: torch function modes, dispatch modes and functorch's interpreter are
+off while it runs, no gradient is recorded, and devices and dtypes are passed explicitly (a target may have
+set a default device).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from detaudit.core.geometry import ITEM_BYTES, RAW_BYTES, leaf_digests, root_of
+from detaudit.core.recording import SCALAR_PREFIX, Value
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+class NotObservable(Exception):
+    """A value whose bytes cannot be read. ``reason`` is one short clause for the coverage report."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Pending(Protocol):
+    """A digest that may not have been computed yet."""
+
+    @property
+    def value(self) -> Value:
+        """The digest; on a device only after the digester's ``finish()``, before it a RuntimeError."""
+        ...
+
+
+class Digester(Protocol):
+    """Takes values as a run produces them and has their digests when the run is over."""
+
+    def submit(self, tensor: Tensor) -> Pending:
+        """Digest a plain tensor (see ``parts``) as its bytes are now, later changes not included.
+
+        Raises:
+            NotObservable: its bytes cannot be read.
+        """
+        ...
+
+    def submit_scalar(self, scalar: object) -> Pending:
+        """Digest a host scalar (see ``scalar_value``)."""
+        ...
+
+    def finish(self) -> None:
+        """Make every pending digest readable, with one synchronisation at most; once per run."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the report should know about how digests were taken (a fallback, a limit)."""
+        ...
+
+
+class Ready:
+    """A pending digest that is there already."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+
+class HostDigester:
+    """Digests at once, on the host. A tensor on a device is copied to the host first, which synchronises."""
+
+    def __init__(self, notes: tuple[str, ...] = ()) -> None:
+        self._notes = notes
+
+    def submit(self, tensor: Tensor) -> Ready:
+        return Ready(digest(tensor))
+
+    def submit_scalar(self, scalar: object) -> Ready:
+        return Ready(scalar_value(scalar))
+
+    def finish(self) -> None:
+        pass
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
+
+
+def make_digester(device: torch.device | str) -> Digester:
+    """The digester for a target on this device."""
+    return HostDigester()
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Torch function modes, dispatch modes, functorch and autograd are off inside."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._DisableFuncTorch(),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def _unseen(function: Callable[P, T]) -> Callable[P, T]:
+    return unseen()(function)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@_unseen
+def parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The plain strided tensors that a tensor consists of, with the suffix of each one's site.
+
+    A plain tensor is its own only part, with an empty suffix. Wrapper subclasses give the tensors named by
+    ``__tensor_flatten__``; sparse tensors their indices and values as stored (coalescing would add up
+    values, in an order of its own); nested tensors one part per component; quantized tensors their integers
+    and parameters.
+
+    Raises:
+        NotObservable: none of these applies (meta tensors, opaque storage, unknown subclasses).
+    """
+    return list(_parts(tensor, ""))
+
+
+def _parts(tensor: Tensor, suffix: str) -> Iterator[tuple[str, Tensor]]:
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise NotObservable("it is inside a torch.func transform")
+    if torch._is_functional_tensor(tensor):
+        raise NotObservable("it is a functional tensor of a tracer")
+    inner = _components(tensor)
+    if inner is None:
+        yield suffix, _plain(tensor)
+        return
+    for name, part in inner:
+        yield from _parts(part, suffix + name)
+
+
+def _components(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
+    """Named tensors that make up a tensor which is not a strided one itself, else None."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return _wrapped(tensor)
+    if tensor.layout in _SPARSE_PARTS:
+        size = torch.tensor(tensor.shape, dtype=torch.int64, device="cpu")
+        names = _SPARSE_PARTS[tensor.layout]
+        return [(".size", size), *((f".{name.lstrip('_')}", getattr(tensor, name)()) for name in names)]
+    if tensor.is_nested:
+        return [(f"[{i}]", part) for i, part in enumerate(tensor.unbind())]
+    if tensor.is_quantized:
+        return _quantized(tensor)
+    return None
+
+
+def _wrapped(tensor: Tensor) -> list[tuple[str, Tensor]]:
+    try:
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [(f".{name}", getattr(tensor, name)) for name in names]
+    except Exception as error:
+        raise NotObservable(f"{type(tensor).__name__} cannot be flattened ({error})") from error
+
+
+def _quantized(tensor: Tensor) -> list[tuple[str, Tensor]]:
+    try:
+        integers = tensor.int_repr()
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            scale = torch.tensor(tensor.q_scale(), dtype=torch.float64, device="cpu")
+            zero_point = torch.tensor(tensor.q_zero_point(), dtype=torch.int64, device="cpu")
+        else:
+            scale, zero_point = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    except RuntimeError as error:
+        raise NotObservable(f"its quantization ({dtype_name(tensor.dtype)}) cannot be taken apart") from error
+    return [(".int_repr", integers), (".scale", scale), (".zero_point", zero_point)]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        raise NotObservable("it is a meta tensor, which has no bytes")
+    if tensor.layout is not torch.strided:
+        raise NotObservable(f"its layout is {tensor.layout}")
+    if dtype_name(tensor.dtype) not in ITEM_BYTES:
+        raise NotObservable(f"its dtype is {tensor.dtype}")
+    try:
+        stored = tensor.untyped_storage()
+        missing = tensor.numel() > 0 and stored.data_ptr() == 0
+    except (RuntimeError, NotImplementedError) as error:
+        raise NotObservable(f"{type(tensor).__name__} has no storage that can be read") from error
+    if missing or stored.device.type == "meta":
+        raise NotObservable(f"{type(tensor).__name__} has no storage that can be read")
+    return tensor.detach()
+
+
+def as_words(tensor: Tensor) -> Tensor:
+    """The same bits with conj and neg bits resolved and an integer dtype, so that any operator takes it.
+
+    Packed and sub-byte types cannot be copied by torch under their own dtype; the integer view of the same
+    element size can, and keeps every stride.
+    """
+    resolved = tensor.resolve_conj().resolve_neg()
+    integer = _SAME_SIZE_INTEGER.get(resolved.element_size())
+    return resolved if integer is None else resolved.view(integer)
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied: valid while the caller holds the tensor."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+@_unseen
+def digest(tensor: Tensor) -> Value:
+    """Digest of a plain strided tensor, computed on the host (``parts`` makes plain ones of others).
+
+    Raises:
+        NotObservable: its bytes cannot be read.
+    """
+    plain = _plain(tensor)
+    dtype, shape = dtype_name(plain.dtype), tuple(plain.shape)
+    held = as_words(plain).to(device="cpu").contiguous()
+    return value_of(dtype, shape, held.element_size(), host_bytes(held))
+
+
+def value_of(dtype: str, shape: tuple[int, ...], item_bytes: int, buffer: bytes | memoryview) -> Value:
+    """Value of a tensor of which the row-major bytes are given."""
+    leaves = leaf_digests(buffer, shape, item_bytes)
+    raw = bytes(buffer) if len(buffer) <= RAW_BYTES else None
+    return Value(root_of(dtype, shape, leaves), dtype, shape, leaves, raw)
+
+
+def scalar_value(scalar: object) -> Value:
+    """Value of a host scalar: its type and its text.
+
+    Taken are None, bool, int, float, complex, str, bytes, enum members, NumPy scalars, slices, ranges, and
+    torch's dtypes, devices, layouts and memory formats. Floats are told apart by their bits: -0.0 from 0.0,
+    and NaN payloads.
+
+    Raises:
+        NotObservable: anything else.
+    """
+    kind, text = _scalar_text(scalar)
+    dtype, raw = SCALAR_PREFIX + kind, text.encode("utf-8", "surrogatepass")
+    leaves = leaf_digests(raw, (len(raw),), 1)
+    return Value(root_of(dtype, (), leaves), dtype, (), leaves, raw if len(raw) <= RAW_BYTES else None)
+
+
+def _scalar_text(scalar: object) -> tuple[str, str]:
+    for base, text in _SCALARS:
+        if isinstance(scalar, base):
+            return base.__name__, text(scalar)
+    if type(scalar).__module__ == "numpy" and hasattr(scalar, "dtype") and hasattr(scalar, "tobytes"):
+        return f"numpy.{scalar.dtype.name}", str(scalar.tobytes().hex())
+    raise NotObservable(f"{type(scalar).__name__} is neither a tensor nor a scalar")
+
+
+def _float_text(number: float) -> str:
+    if number == number:
+        return repr(number)
+    return f"nan:{struct.pack('>d', number).hex()}"
+
+
+_SCALARS: tuple[tuple[type, Callable[[Any], str]], ...] = (
+    (type(None), repr),
+    (bool, lambda x: repr(bool(x))),
+    (enum.Enum, lambda x: f"{type(x).__qualname__}.{x.name}"),
+    (int, lambda x: hex(int(x)) if abs(int(x)) >= 1 << 64 else repr(int(x))),
+    (float, lambda x: _float_text(float(x))),
+    (complex, lambda x: f"{_float_text(x.real)} {_float_text(x.imag)}"),
+    (str, str),
+    (bytes, lambda x: bytes(x).hex()),
+    (slice, repr),
+    (range, repr),
+    (torch.dtype, str),
+    (torch.device, str),
+    (torch.layout, str),
+    (torch.memory_format, str),
+)
+"""Checked in this order: a bool is an int, and an IntEnum member too. Huge ints have no repr limit in hex."""
