@@ -85,3 +85,10 @@ class Unsupported(DetauditError):
 
     slug = "unsupported"
     exit_code = EXIT_INCONCLUSIVE
+
+
+class InternalFault(DetauditError):
+    """A fault of detaudit's own: whatever was raised and nobody expected."""
+
+    slug = "internal"
+    exit_code = EXIT_INTERNAL
