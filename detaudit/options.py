@@ -1,0 +1,47 @@
+"""How an audit is to be made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_RUNS = 20
+DEFAULT_KERNEL_RUNS = 300
+DEFAULT_CAPTURE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``detaudit run`` was asked for.
+
+    Args:
+        runs: recorded runs; at least 1, and 2 for anything to be compared.
+        only, exclude: globs over module paths; what they leave out is not recorded.
+        history: whether two fresh processes repeat the sequence when something differs.
+        observer: whether some runs go without recording, for comparison.
+        confirm: whether kernels found at fault are rerun alone.
+        kernel_runs: runs of each kernel variant.
+        capture_bytes: most bytes of tensors that the capture pass keeps at a time.
+    """
+
+    runs: int = DEFAULT_RUNS
+    only: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    history: bool = True
+    observer: bool = True
+    confirm: bool = True
+    kernel_runs: int = DEFAULT_KERNEL_RUNS
+    capture_bytes: int = DEFAULT_CAPTURE_BYTES
+
+    def schedule(self) -> tuple[bool, ...]:
+        """For each run of the sequence, whether it is recorded.
+
+        Unrecorded runs (one for every five recorded, two at least) are spread through the sequence, never first, so
+        that both kinds see the same warm-up.
+        """
+        if not self.observer or self.runs < 2:
+            return (True,) * self.runs
+        unrecorded = max(2, self.runs // 5)
+        after = {1 + index * (self.runs - 1) // unrecorded for index in range(unrecorded)}
+        return tuple(
+            kind for run in range(self.runs) for kind in ((True, False) if run in after else (True,))
+        )
