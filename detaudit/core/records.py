@@ -132,7 +132,8 @@ class VariantResult:
 
     ``bound``: one-sided 95% upper bound on the rate. ``rel_error``: ||y - ref|| / ||ref|| against fp64.
     ``median_ms``: milliseconds. ``ratio``: of median to the default variant's in the same run.
-    ``reason``: why it did not run, where ``runs`` is 0.
+    ``reason``: why it did not run, or did not finish. ``note``: what else the runs showed.
+    ``digest``: root of the first output, in hex; variants with equal digests agree bit for bit.
     """
 
     name: str
@@ -152,11 +153,17 @@ class VariantResult:
     fused: bool | None = None
     can_fuse: bool | None = None
     reason: str | None = None
+    note: str | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """A kernel case rerun under variants. ``outcome_reason``: one sentence."""
+    """A kernel case rerun under variants.
+
+    ``outcome_reason``: one sentence. ``control``, ``asked``: names of the variants that served as the
+    positive control and that have the case's own settings.
+    """
 
     case: str
     module: str | None
@@ -166,6 +173,7 @@ class KernelReport:
     recommended: Mapping[str, Any] | None
     variants: tuple[VariantResult, ...] = ()
     control: str | None = None
+    asked: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +224,12 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible form, keys in the order of the design."""
         body = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        head = {"format": FORMAT, "version": VERSION, "verdict": body.pop("verdict"), "exit_code": self.exit_code}
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "verdict": body.pop("verdict"),
+            "exit_code": self.exit_code,
+        }
         return head | body
 
     @classmethod
@@ -227,7 +240,9 @@ class Report:
             TraceUnreadable: not a report. TraceVersion: a version this detaudit does not know.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise TraceUnreadable("this is not a detaudit report; expected JSON with format 'detaudit-report'")
+            raise TraceUnreadable(
+                "this is not a detaudit report; expected JSON with format 'detaudit-report'"
+            )
         if data.get("version") != VERSION:
             raise TraceVersion(
                 f"the report has version {data.get('version')!r}, this detaudit reads {VERSION}; upgrade detaudit"
@@ -253,7 +268,9 @@ _RENAMED = {"cls": "class"}
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {_RENAMED.get(f.name, f.name): _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {
+            _RENAMED.get(f.name, f.name): _plain(getattr(value, f.name)) for f in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
