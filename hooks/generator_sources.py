@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,8 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from detaudit.core.digest import unseen
-
-_NODE_LIMIT = 200_000
+from detaudit.hooks.reach import reachable
 
 
 class Source(Protocol):
@@ -103,91 +100,13 @@ class Saved:
 
 
 def find(*roots: object, names: Sequence[str] = ()) -> Iterator[Source]:
-    """Private generators reachable from ``roots`` through attributes, containers, closures and partials.
-
-    Classes, Python modules and tensors are not entered. Each object is visited once, so a generator has the
-    first path that leads to it.
-    """
+    """Private generators that ``roots`` lead to through attributes, containers, closures and partials."""
     labels = [*names, *(type(root).__name__ for root in roots[len(names) :])]
-    pending: list[tuple[str, object]] = list(zip(labels, roots, strict=True))[::-1]
-    seen: set[int] = set()
-    while pending and len(seen) < _NODE_LIMIT:
-        path, value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        source = _as_source(path, value)
-        if source is not None:
-            yield source
-        else:
-            pending.extend(list(_children(path, value))[::-1])
-
-
-_LEAVES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    type,
-    types.ModuleType,
-    torch.Tensor,
-    torch.dtype,
-)
-
-
-def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
-    match value:
-        case torch.nn.Module():
-            for key, item in vars(value).items():
-                if key == "_modules":
-                    yield from ((f"{path}.{name}", child) for name, child in value._modules.items())
-                elif key not in ("_parameters", "_buffers"):
-                    yield f"{path}.{key}", item
-        case dict():
-            items = [(key, item) for key, item in value.items() if not isinstance(item, _LEAVES)]
-            yield from ((f"{path}[{key!r}]", item) for key, item in items)
-        case list() | tuple() | set() | frozenset():
-            items = [(i, item) for i, item in enumerate(value) if not isinstance(item, _LEAVES)]
-            yield from ((f"{path}[{i}]", item) for i, item in items)
-        case functools.partial():
-            yield from (
-                (f"{path}.func", value.func),
-                (f"{path}.args", value.args),
-                (f"{path}.keywords", value.keywords),
-            )
-        case types.MethodType():
-            yield from ((f"{path}.__self__", value.__self__), (f"{path}.__func__", value.__func__))
-        case types.FunctionType():
-            yield f"{path}.__defaults__", value.__defaults__
-            yield f"{path}.__kwdefaults__", value.__kwdefaults__
-            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            yield from ((f"{path}.{name}", _cell(cell)) for name, cell in cells)
-        case _ if not isinstance(value, _LEAVES):
-            attributes = [(k, v) for k, v in _own(value).items() if not isinstance(v, _LEAVES)]
-            yield from ((f"{path}.{key}", item) for key, item in attributes)
-            for cls in type(value).__mro__:
-                slots = vars(cls).get("__slots__", ())
-                for name in (slots,) if isinstance(slots, str) else slots:
-                    yield f"{path}.{name}", getattr(value, name, None)
-
-
-def _own(value: object) -> dict[str, object]:
-    try:
-        # Not getattr: a lazy proxy would do whatever it does on attribute access.
-        attributes: dict[str, object] = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return dict(attributes)
-
-
-def _cell(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable is not assigned yet
-        return None
+    for label, root in zip(labels, roots, strict=True):
+        for path, value in reachable(label, root):
+            source = _as_source(path, value)
+            if source is not None:
+                yield source
 
 
 def _as_source(path: str, value: object) -> Source | None:

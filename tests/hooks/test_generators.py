@@ -50,8 +50,8 @@ class Noisy(nn.Module):
 
 PRIVATE = {
     "model.inner.0.generator": "torch",
-    "model.tools['python']": "python",
-    "model.tools['numpy'][0]": "numpy",
+    "model.tools.python": "python",
+    "model.tools.numpy[0]": "numpy",
     "model.old": "numpy",
     "model.draw.hidden": "torch",
 }
