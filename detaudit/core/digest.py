@@ -195,20 +195,23 @@ def _quantized(tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
-        raise NotObservable("it is a meta tensor, which has no bytes")
-    if tensor.layout is not torch.strided:
-        raise NotObservable(f"its layout is {tensor.layout}")
-    if dtype_name(tensor.dtype) not in ITEM_BYTES:
-        raise NotObservable(f"its dtype is {tensor.dtype}")
+    """The tensor without subclass, Python key or history; its bytes can be read."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise NotObservable("it is not initialized yet")
     try:
-        stored = tensor.untyped_storage()
-        missing = tensor.numel() > 0 and stored.data_ptr() == 0
-    except (RuntimeError, NotImplementedError) as error:
+        plain = Tensor.detach(tensor)
+        storage = plain.untyped_storage()
+        readable = storage.device.type != "meta" and (storage.data_ptr() != 0 or plain.numel() == 0)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
         raise NotObservable(f"{type(tensor).__name__} has no storage that can be read") from error
-    if missing or stored.device.type == "meta":
-        raise NotObservable(f"{type(tensor).__name__} has no storage that can be read")
-    return tensor.detach()
+    if not readable:
+        kind = "it is a meta tensor" if tensor.is_meta else type(tensor).__name__
+        raise NotObservable(
+            f"{kind} and has no bytes" if tensor.is_meta else f"{kind} has no bytes of its own"
+        )
+    if dtype_name(plain.dtype) not in ITEM_BYTES:
+        raise NotObservable(f"its dtype {plain.dtype} is unknown")
+    return plain
 
 
 def as_words(tensor: Tensor) -> Tensor:
