@@ -124,6 +124,10 @@ class _Tally:
         self.elements_differing += len(where)
 
     def _add_numbers(self, words_a: Tensor, words_b: Tensor) -> None:
+        if not self.format.is_float:
+            self._add_distances(self.format.ordered(words_a), self.format.ordered(words_b))
+            self.max_abs = float(self.max_ulp)
+            return
         values_a, values_b = self.format.values(words_a), self.format.values(words_b)
         nan_a, nan_b = values_a.isnan(), values_b.isnan()
         self._count("nan", int((nan_a ^ nan_b).sum()))
@@ -133,7 +137,7 @@ class _Tally:
         both = ~(nan_a | nan_b)
         if both.any():
             gap = (values_a[both] - values_b[both]).abs()
-            self.max_abs = max(self.max_abs, float(gap.max().nan_to_num(0.0, posinf=math.inf)))
+            self.max_abs = max(self.max_abs, float(gap.max()))
             self._add_distances(self.format.ordered(words_a[both]), self.format.ordered(words_b[both]))
 
     def _add_distances(self, a: Tensor, b: Tensor) -> None:
@@ -194,13 +198,11 @@ class _Format:
         )
 
     def values(self, words: Tensor) -> Tensor:
-        """In fp64; integers beyond 2**53 are rounded."""
+        """Values of a floating-point dtype, in fp64."""
         if self.packed_fp4:
             table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.float64, device="cpu")
             return table[words.long()]
-        if self.is_float or (self.bits == 64 and not self.is_signed):
-            return words.view(self.real).to(torch.float64)
-        return self.ordered(words).to(torch.float64)
+        return words.view(self.real).to(torch.float64)
 
     def ordered(self, words: Tensor) -> Tensor:
         """int64, ordered as the values are; NaNs come out as larger than infinity or below its negative."""
