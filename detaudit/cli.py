@@ -159,11 +159,10 @@ def _as_known(error: BaseException) -> DetauditError:
             f"the target ended the process itself (sys.exit({error.code!r})); remove the call"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return errors.TraceNotWritten(
-            f"{error.strerror} {error.filename or ''}; free some space and run again"
-        )
+        name = error.filename or "the output"
+        return errors.TraceNotWritten(f"cannot write {name}: {error.strerror}; free some space")
     return errors.InternalFault(
-        f"internal error: {type(error).__name__}: {error}; add --traceback for the details, and please report it"
+        f"internal error: {type(error).__name__}: {error}; add --traceback for details and please report it"
     )
 
 
@@ -198,7 +197,8 @@ def _flush(code: int) -> int:
     except BrokenPipeError:
         code = errors.EXIT_CLOSED_PIPE
     except OSError as error:
-        _say(f"cannot write to standard output: {error.strerror}", errors.TraceNotWritten.slug)
+        if code != errors.EXIT_ERROR:  # else the command itself met it and has said so
+            _say(f"cannot write the output: {error.strerror}", errors.TraceNotWritten.slug)
         code = errors.EXIT_ERROR
     except ValueError:  # closed by someone else
         return code

@@ -1,0 +1,243 @@
+"""The sentences that all reporters share: rates, rows, sizes, settings. Plain text, no layout.
+
+With no difference seen, none of them says "clean": they name the number of comparisons, the bound and
+the conditions it covers.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from detaudit.core.records import Condition, KernelReport, Origin, Report, VariantResult
+
+ROOT = "(root)"
+ENGINES: Mapping[str, str] = {
+    "flashinfer": "FlashInfer",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "tensorrt_llm": "TensorRT-LLM",
+}
+"""Keys of ``KernelReport.recommended`` that name a library, with the library's own spelling."""
+
+
+def module_name(path: str) -> str:
+    """A module path as shown: the root has an empty path and still needs a name."""
+    return path or ROOT
+
+
+def count(number: int, noun: str) -> str:
+    """``1 run``, ``1,024 rows``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def upper_percent(share: float) -> str:
+    """A share between 0 and 1 as a percentage, rounded up: a bound must stay a bound."""
+    percent = 100 * share
+    digits = max(1, -math.floor(math.log10(percent))) if 0 < percent < 1 else 1
+    scale = 10**digits
+    # The tiny step down keeps 1.0 from becoming 1.1 through binary rounding.
+    return f"{math.ceil(percent * scale - 1e-9) / scale:.{digits}f}%"
+
+
+def row_ranges(rows: Sequence[int], limit: int = 6) -> str:
+    """Sorted row numbers with neighbours joined, at most ``limit`` groups: ``0-41, 57, ...``."""
+    groups: list[tuple[int, int]] = []
+    for row in rows:
+        if groups and row == groups[-1][1] + 1:
+            groups[-1] = (groups[-1][0], row)
+        else:
+            groups.append((row, row))
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in groups[:limit]]
+    return ", ".join([*shown, "..."] if len(groups) > limit else shown)
+
+
+def rows_of(origin: Origin) -> str:
+    """Which rows of an origin's output differ; empty where that is not known."""
+    total = origin.rows_total
+    if not origin.rows or total is None:
+        return ""
+    if origin.rows_differing >= total:
+        return "its only row" if total == 1 else f"all {total:,} rows"
+    # The list of rows is cut at 4,096, the count is not.
+    cut = ", ..." if origin.rows_differing > len(origin.rows) and len(origin.rows) > 1 else ""
+    noun = "row" if origin.rows_differing == 1 else "rows"
+    listed = row_ranges(origin.rows)
+    return f"{noun} {listed}{'' if listed.endswith('...') else cut} of {total:,}"
+
+
+def size_of(max_ulp: int | None, max_abs: float | None) -> str:
+    """The largest difference: ``up to 3 ULP / 1.2e-07``; empty where not measured."""
+    parts = [f"{max_ulp:,} ULP"] if max_ulp is not None else []
+    parts += [f"{max_abs:.2g}"] if max_abs is not None else []
+    return f"up to {' / '.join(parts)}" if parts else ""
+
+
+def origin_line(origin: Origin, report: Report) -> str:
+    """One line: which call, how often, which rows, how far."""
+    facts = [f"{origin.runs_differing:,} of {count(report.runs, 'run')} differ"]
+    facts += [rows_of(origin), size_of(origin.max_ulp, origin.max_abs)]
+    if origin.value_equal:
+        facts.append("equal in value, different in bits")
+    return (
+        f"{module_name(origin.module)} ({origin.cls}), call {origin.call}: {', '.join(filter(None, facts))}"
+    )
+
+
+def origin_details(origin: Origin) -> list[str]:
+    """What else is known of an origin, a line each."""
+    lines = []
+    if origin.part == "own-code":
+        after = f", after {origin.after}" if origin.after else ""
+        lines.append(f"in the module's own code, not in a child{after}")
+    lines.append(f"differs at {', '.join(origin.sites[:4])}{', ...' if len(origin.sites) > 4 else ''}")
+    if origin.operator:
+        lines.append(f"operator: {origin.operator}")
+    if origin.mechanism:
+        lines.append(f"why: {origin.mechanism}")
+    if origin.isolated is not None:
+        lines.append(
+            f"alone, on its captured inputs, it {'differs too' if origin.isolated else 'does not differ'}"
+        )
+    if origin.healed is not None:
+        agreed = "agrees" if origin.healed else "still differs"
+        lines.append(f"with its output held fixed, everything downstream {agreed}")
+    if origin.ulp_histogram:
+        histogram = ", ".join(f"{value:,} by {key}" for key, value in origin.ulp_histogram.items())
+        lines.append(f"elements by distance in ULP: {histogram}")
+    if origin.max_ulp is None and origin.max_abs is None and origin.numbers_reason:
+        lines.append(f"size not measured: {origin.numbers_reason}")
+    return lines
+
+
+def rate_line(report: Report) -> str:
+    """How often the run differs, or the bound that "no difference" stands for."""
+    rate = report.rate
+    if rate.comparisons == 0:
+        return "nothing was compared, so nothing was shown"
+    confidence = f"{100 * rate.confidence:g}%"
+    if not rate.estimate:
+        bound = f"at most {upper_percent(rate.high)} of runs differ ({confidence} one-sided)"
+        return f"no difference in {count(rate.comparisons, 'comparison')}; {bound}, under these conditions"
+    interval = f"{confidence} interval {100 * rate.low:.1f}% to {100 * rate.high:.1f}%"
+    return f"{100 * rate.estimate:.1f}% of {count(rate.comparisons, 'comparison')} differ ({interval})"
+
+
+def outputs_line(report: Report) -> str:
+    """How the final outputs spread: distinct ones, and the share of the most common."""
+    if report.distinct_outputs == 0:
+        return "no final output was compared"
+    if report.distinct_outputs == 1:
+        return f"the same final output in all {count(report.runs, 'run')}"
+    share = f"the most common one in {100 * report.modal_share:.1f}% of runs"
+    return (
+        f"{count(report.distinct_outputs, 'distinct final output')} in {count(report.runs, 'run')}, {share}"
+    )
+
+
+def conditions_line(report: Report) -> str:
+    """``in-process: 20 runs, 18 differ; hooks-off: ...``."""
+    return "; ".join(f"{c.name}: {count(c.runs, 'run')}, {_condition_result(c)}" for c in report.conditions)
+
+
+def _condition_result(condition: Condition) -> str:
+    if condition.runs_differing:
+        return f"{condition.runs_differing:,} differ{'s' if condition.runs_differing == 1 else ''}"
+    return "none differs" if condition.verdict == "deterministic" else "nothing shown"
+
+
+def settings(values: Mapping[str, Any]) -> str:
+    """``use_fused_finalize=False, tactic=63``."""
+    return ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def plain(value: Any) -> str:
+    """A JSON value on one line."""
+    if isinstance(value, Mapping):
+        return settings(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(plain(item) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "unknown" if value is None else str(value)
+
+
+def recommendation(kernel: KernelReport) -> list[tuple[str, str]]:
+    """(where, what to set) pairs of the recommended setting; empty when there is none."""
+    return [
+        (ENGINES.get(key, key.replace("_", " ")), plain(value))
+        for key, value in (kernel.recommended or {}).items()
+    ]
+
+
+def differing(variant: VariantResult) -> str:
+    """``29/300``, or ``not run``."""
+    return f"{variant.runs_differing:,}/{variant.runs:,}" if variant.runs else "not run"
+
+
+def variant_cells(variant: VariantResult) -> tuple[list[str], list[str]]:
+    """(name, settings, tactic) and (runs that differ, bound, ULP, relative error, median ms, ratio)."""
+    head = [variant.name, settings(variant.settings), variant.tactic or "-"]
+    if not variant.runs:
+        return head, [differing(variant), "-", "-", "-", "-", "-"]
+    return head, [
+        differing(variant),
+        upper_percent(variant.bound),
+        _number(variant.max_ulp, ",d"),
+        _number(variant.rel_error, ".5f"),
+        _number(variant.median_ms, ".4f"),
+        "-" if variant.ratio is None else f"{variant.ratio:.2f}x",
+    ]
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def unobserved(coverage: Mapping[str, Any]) -> list[str]:
+    """What could not be seen, a line each: ``layers.0.attn out[1]: sparse layout``."""
+    return [_unobserved_entry(entry) for entry in coverage.get("unobserved") or ()]
+
+
+def _unobserved_entry(entry: Any) -> str:
+    if isinstance(entry, Mapping):
+        entry = [entry.get("module"), entry.get("site"), entry.get("reason")]
+    if isinstance(entry, (list, tuple)) and len(entry) == 3:
+        module, site, reason = (str(part or "") for part in entry)
+        return f"{' '.join(filter(None, (module_name(module), site)))}: {reason}"
+    return plain(entry)
+
+
+def restored(report: Report) -> tuple[list[str], list[str]]:
+    """(what was put back before each run, what was not, with the reason)."""
+    done: list[str] = []
+    missing: list[str] = []
+    for name, value in report.restored.items():
+        label = name.replace("_", " ")
+        if value is True:
+            done.append(label)
+        elif value is False:
+            missing.append(label)
+        elif value not in (None, "", [], (), {}):
+            done.append(f"{label} ({plain(value)})")
+    return done, missing
+
+
+def next_commands(report: Report) -> list[str]:
+    """What to type next, given what was found."""
+    target, trace = shlex.quote(report.target or "TARGET"), shlex.quote(report.trace or "TRACE")
+    if report.verdict == "nondeterministic":
+        return [f"detaudit report {trace} --format markdown --output report.md"]
+    if report.verdict == "deterministic":
+        more = max(300, 10 * report.runs)
+        return [f"detaudit run {target} --runs {more}"]
+    return [f"detaudit run {target}", "detaudit doctor"]
+
+
+def joined(items: Iterable[str], limit: int = 12) -> str:
+    """Items separated by commas, at most ``limit`` of them."""
+    listed = list(items)
+    more = [f"and {len(listed) - limit:,} more"] if len(listed) > limit else []
+    return ", ".join(listed[:limit] + more)

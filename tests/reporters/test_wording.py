@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detaudit.core.records import Origin, Rate, Report
+from detaudit.reporters import wording
+
+
+def origin(**changes: object) -> Origin:
+    values: dict[str, object] = {
+        "module": "m",
+        "cls": "M",
+        "call": 0,
+        "part": "module",
+        "after": None,
+        "sites": ("out",),
+        "runs_differing": 1,
+    }
+    return Origin(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_neighbouring_rows_are_joined() -> None:
+    assert wording.row_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert wording.row_ranges([]) == ""
+    assert wording.row_ranges([0, 2, 4, 6], limit=2) == "0, 2, ..."
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_row_ranges_name_exactly_the_rows(rows: set[int]) -> None:
+    text = wording.row_ranges(sorted(rows), limit=1000)
+    named: set[int] = set()
+    for part in filter(None, text.split(", ")):
+        first, _, last = part.partition("-")
+        named |= set(range(int(first), int(last or first) + 1))
+    assert named == rows
+
+
+@given(st.floats(1e-9, 1.0))
+def test_a_bound_is_never_rounded_down(share: float) -> None:
+    shown = float(wording.upper_percent(share).rstrip("%"))
+    assert shown >= 100 * share - 1e-8
+    assert shown <= 100 * share * 2 + 1e-8
+
+
+def test_bounds_read_as_documented() -> None:
+    assert wording.upper_percent(1 - 0.05 ** (1 / 300)) == "1.0%"
+    assert wording.upper_percent(1 - 0.05 ** (1 / 19)) == "14.6%"
+    assert wording.upper_percent(1 - 0.05 ** (1 / 10_000)) == "0.03%"
+    assert wording.upper_percent(1.0) == "100.0%"
+    assert wording.upper_percent(0.0) == "0.0%"
+
+
+def test_rows_of_an_origin() -> None:
+    assert wording.rows_of(origin(rows=(0,), rows_differing=1, rows_total=1)) == "its only row"
+    assert wording.rows_of(origin(rows=(0, 1), rows_differing=2, rows_total=2)) == "all 2 rows"
+    assert wording.rows_of(origin(rows=(3,), rows_differing=1, rows_total=1024)) == "row 3 of 1,024"
+    assert wording.rows_of(origin(rows=(3, 4), rows_differing=9, rows_total=1024)) == "rows 3-4, ... of 1,024"
+    assert wording.rows_of(origin()) == ""
+
+
+def test_sizes() -> None:
+    assert wording.size_of(3, 1.2e-7) == "up to 3 ULP / 1.2e-07"
+    assert wording.size_of(None, 0.5) == "up to 0.5"
+    assert wording.size_of(None, None) == ""
+
+
+def test_no_difference_is_a_bound_with_its_number_of_comparisons() -> None:
+    report = Report("deterministic", 300, 0, 1, 1.0, Rate(0.0, 0.0, 1 - 0.05 ** (1 / 299), 299))
+    assert wording.rate_line(report) == (
+        "no difference in 299 comparisons; at most 1.0% of runs differ (95% one-sided), "
+        "under these conditions"
+    )
+
+
+def test_unobserved_entries_in_either_form() -> None:
+    entries = [["a.b", "out", "sparse"], {"module": "", "site": "", "reason": "compiled"}, "free text"]
+    assert wording.unobserved({"unobserved": entries}) == ["a.b out: sparse", "(root): compiled", "free text"]
+    assert wording.unobserved({}) == []
+
+
+def test_next_command_quotes_what_a_shell_would_split() -> None:
+    report = Report("deterministic", 2, 0, 1, 1.0, Rate(0.0, 0.0, 0.95, 1), target="my model.py")
+    assert wording.next_commands(report) == ["detaudit run 'my model.py' --runs 300"]
