@@ -75,7 +75,7 @@ class Origin:
     Args:
         module: path in ``named_modules()``; the root is the empty string.
         cls: class name (``class`` in JSON).
-        call: ordinal of the module's call.
+        call: ordinal of the module's call; of the first one where several are origins (``calls`` of them).
         part: ``module``, or ``own-code`` of a container none of whose observed children is a source.
         after: path of the last child call that agrees, for ``own-code``.
         sites: the outputs that differ.
@@ -108,6 +108,7 @@ class Origin:
     mechanism: str | None = None
     isolated: bool | None = None
     healed: bool | None = None
+    calls: int = 1
 
 
 @dataclass(frozen=True, slots=True)
