@@ -106,14 +106,10 @@ def _kernel(kernel: KernelReport) -> list[str]:
             "",
             *table(header, [_variant(kernel, index) for index in range(len(kernel.variants))], right=6),
         ]
-    recommended = wording.recommendation(kernel)
-    if recommended:
-        lines += [
-            "",
-            "To make it stable, set:",
-            "",
-            *(f"- {name}: {code(value)}" for name, value in recommended),
-        ]
+    if kernel.recommended:
+        lines += ["", f"To make it stable, use {cell(wording.recommended_setting(kernel))}.", ""]
+        lines += [f"- {name}: {code(value)}" for name, value in wording.recommendation(kernel)]
+        lines += [f"- Warning: {cell(warning)}" for warning in wording.recommendation_warnings(kernel)]
     return lines
 
 

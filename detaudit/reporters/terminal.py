@@ -143,10 +143,11 @@ def _kernel(console: Console, kernel: KernelReport) -> None:
     if kernel.variants:
         lines += _variants(kernel.variants, console.width)
     lines += [f"{v.name}: not run, {v.reason}" for v in kernel.variants if not v.runs and v.reason]
-    recommended = wording.recommendation(kernel)
-    if recommended:
-        lines.append(Text("to make it stable, set", style="bold"))
-        lines += [Padding(Text(f"{name}: {value}"), (0, 0, 0, 2)) for name, value in recommended]
+    if kernel.recommended:
+        lines.append(Text(f"to make it stable, use {wording.recommended_setting(kernel)}", style="bold"))
+        settings = wording.recommendation(kernel)
+        settings += [("warning", warning) for warning in wording.recommendation_warnings(kernel)]
+        lines += [Padding(Text(f"{name}: {value}"), (0, 0, 0, 2)) for name, value in settings]
     _section(console, f"Kernel {kernel.case}{where}, backend {kernel.backend}", lines)
 
 
