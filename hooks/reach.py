@@ -47,7 +47,9 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
                 yield f"{path}{step(key)}", item
             yield from _attributes(path, value)
         case list() | tuple() | set() | frozenset():
-            yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
+            fields = getattr(type(value), "_fields", None)
+            for i, item in enumerate(value):
+                yield (f"{path}.{fields[i]}" if fields else f"{path}[{i}]"), item
             yield from _attributes(path, value)
         case functools.partial():
             yield f"{path}.func", value.func

@@ -1,0 +1,235 @@
+"""The operator tap names the operator that races, and changes nothing of what it watches."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from detaudit.core.digest import HostDigester, digest
+from detaudit.core.recording import Value
+from detaudit.hooks.operators import Operator, OperatorDifference, OperatorTap, first_differing, within
+
+TOKENS, TOP_K, HIDDEN = 1024, 8, 512
+HERE = ("experts", 0)
+
+
+class Combine(nn.Module):
+    """Adds the top-k expert rows of each token; ``index_put_`` accumulates in an order of its own."""
+
+    def __init__(self, ordered: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randn(TOKENS * TOP_K, HIDDEN, generator=generator)
+        self.tokens = torch.arange(TOKENS).repeat(TOP_K)
+        self.ordered = ordered
+
+    def forward(self, scale: Tensor) -> Tensor:
+        rows = self.rows * scale
+        out = torch.zeros(TOKENS, HIDDEN)
+        if self.ordered:
+            out.index_add_(0, self.tokens, rows)
+        else:
+            out.index_put_((self.tokens,), rows, accumulate=True)
+        return out.relu()
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def record(function: Callable[[], object]) -> list[Operator]:
+    digester = HostDigester()
+    tap = OperatorTap(digester, lambda: HERE)
+    with tap:
+        function()
+    digester.finish()
+    return tap.operators()
+
+
+def distinct(function: Callable[[], Tensor], runs: int = 8) -> int:
+    return len({digest(function()).root for _ in range(runs)})
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_the_racing_operator_is_named() -> None:
+    racing, stable, x = Combine(ordered=False), Combine(ordered=True), torch.ones(())
+    if distinct(lambda: racing(x)) == 1:
+        pytest.skip("index_put_ with accumulate did not vary on this machine")
+    assert distinct(lambda: stable(x)) == 1
+    runs = [record(lambda: racing(x)) for _ in range(6)]
+    found = [first_differing(a, b) for a, b in combinations(runs, 2)]
+    named = {d for d in found if d is not None}
+    assert named == {
+        OperatorDifference(
+            "aten.index_put_.default",
+            *HERE,
+            index=2,
+            occurrence=0,
+            kind="outputs",
+            sites=("mutated.args[0]",),
+        )
+    }
+    steady = [record(lambda: stable(x)) for _ in range(3)]
+    assert [first_differing(a, b) for a, b in combinations(steady, 2)] == [None] * 3
+
+
+def backward(x: Tensor) -> None:
+    x.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def work(x: Tensor) -> Tensor:
+    hidden = torch.nn.functional.layer_norm(x @ x.T, (x.shape[0],))
+    hidden = hidden.index_add(0, torch.tensor([0, 0]), hidden[:2])
+    return hidden.softmax(-1).cumsum(0)
+
+
+def test_numbers_are_the_same_with_the_tap_on() -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    results: list[list[Value]] = []
+    for watch in (False, True):
+        x.grad = None
+        if watch:
+            record(lambda: backward(work(x).square()))
+        else:
+            backward(work(x).square())
+        assert x.grad is not None
+        results.append([digest(work(x).detach()), digest(x.grad)])
+    assert results[0] == results[1]
+
+
+def test_forward_and_backward_operators_are_recorded_in_order() -> None:
+    weight, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3)
+    operators = record(lambda: backward(x @ weight))
+    names = [op.name for op in operators]
+    assert names[:2] == ["aten.mm.default", "aten.sum.default"]
+    assert names.index("aten.mm.default", 1) > names.index("aten.expand.default")
+    assert [op.index for op in operators] == list(range(len(operators)))
+    with torch.inference_mode():
+        watched = record(lambda: torch.relu(x @ weight.detach()))
+    assert [op.name for op in watched][1:] == ["aten.matmul.default", "aten.relu.default"]
+
+
+def test_inputs_are_taken_before_and_changes_in_place_after() -> None:
+    x = torch.zeros(3)
+    (add,) = record(lambda: x.add_(1))
+    assert dict(add.inputs)["args[0]"] == digest(torch.zeros(3))
+    assert dict(add.outputs) == {"mutated.args[0]": digest(torch.ones(3))}
+    out = torch.empty(3)
+    (into,) = record(lambda: torch.add(x, x, out=out))
+    assert "kwargs.out" not in dict(into.inputs)
+    assert dict(into.outputs)["mutated.kwargs.out"] == digest(torch.full((3,), 2.0))
+
+
+def test_only_operators_inside_the_asked_modules_are_recorded() -> None:
+    stack: list[tuple[str, int]] = []
+    tap = OperatorTap(HostDigester(), within(lambda: stack[-1] if stack else None, {"a.b"}))
+    with tap:
+        torch.ones(1)
+        for path in ("a", "a.b", "a.b.c", "a.bc"):
+            stack.append((path, 7))
+            torch.zeros(1)
+    assert [(op.module, op.call, op.name) for op in tap.operators()] == [
+        ("a.b", 7, "aten.zeros.default"),
+        ("a.b.c", 7, "aten.zeros.default"),
+    ]
+
+
+def test_the_root_holds_every_module() -> None:
+    assert within(lambda: ("layers.0", 0), {""})() == ("layers.0", 0)
+    assert within(lambda: None, {""})() is None
+
+
+def test_an_exception_passes_and_leaves_no_mode() -> None:
+    tap = OperatorTap(HostDigester(), lambda: HERE)
+    with pytest.raises(RuntimeError, match="size of tensor"), tap:
+        torch.ones(2) + torch.ones(3)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert [(op.name, op.error) for op in tap.operators()][-1] == ("aten.add.Tensor", "RuntimeError")
+
+
+def test_random_operators_have_the_generator_state_as_input() -> None:
+    runs = [record(lambda: nn.functional.dropout(torch.ones(64), 0.5)) for _ in range(2)]
+    assert runs[0][-1].outputs != runs[1][-1].outputs
+    difference = first_differing(*runs)
+    assert difference is not None
+    assert (difference.kind, difference.operator) == ("inputs", "aten.bernoulli_.float")
+    assert difference.sites == ("rng.cpu",)
+    private = torch.Generator().manual_seed(3)
+    draws = [record(lambda: torch.rand(4, generator=private)) for _ in range(2)]
+    between = first_differing(*draws)
+    assert between is not None
+    assert between.sites == ("kwargs.generator",)
+
+
+def test_uninitialised_memory_is_no_output_and_shows_where_it_is_read() -> None:
+    def read(fill: int) -> list[Operator]:
+        def run() -> Tensor:
+            memory = torch.empty(8)
+            # Stands for whatever the allocator left; no operator takes part.
+            ctypes.memset(memory.data_ptr(), fill, 32)
+            return torch.empty_like(memory).copy_(memory.view(2, 4).flatten()) * 2
+
+        return record(run)
+
+    difference = first_differing(read(1), read(2))
+    assert difference is not None
+    assert (difference.operator, difference.kind, difference.sites) == (
+        "aten.copy_.default",
+        "inputs",
+        ("args[1]",),
+    )
+
+
+def test_another_sequence_is_told_where_it_begins() -> None:
+    x = torch.ones(2)
+    a, b, c = record(lambda: x.sin().cos()), record(lambda: x.sin().tan()), record(lambda: x.sin())
+    for one, other, name in ((a, b, "cos"), (a, c, "cos"), (c, a, "cos")):
+        difference = first_differing(one, other)
+        assert difference is not None
+        assert (difference.kind, difference.operator, difference.index) == (
+            "sequence",
+            f"aten.{name}.default",
+            1,
+        )
+
+
+def test_a_custom_operator_that_writes_against_its_schema_is_seen() -> None:
+    library = torch.library.Library("detaudit_test_operators", "DEF")  # type: ignore[no-untyped-call]
+    library.define("sneaky(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("sneaky", lambda x: x.add_(1).clone(), "CPU")  # type: ignore[no-untyped-call]
+    x = torch.zeros(2)
+    (seen,) = record(lambda: torch.ops.detaudit_test_operators.sneaky(x))
+    assert seen.name == "detaudit_test_operators.sneaky.default"
+    assert dict(seen.outputs)["mutated.args[0]"] == digest(torch.ones(2))
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+def test_compiled_code_stays_compiled_and_its_compilation_unseen() -> None:
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: (x.sin() + 1).cos(), backend=backend)
+    names = [op.name for op in record(lambda: compiled(torch.ones(3)))]
+    assert len(graphs) == 1
+    assert names == ["aten.ones.default", "aten.sin.default", "aten.add.Tensor", "aten.cos.default"]
+    torch._dynamo.reset()
+
+
+def test_what_is_beyond_the_limit_is_counted() -> None:
+    tap = OperatorTap(HostDigester(), lambda: HERE, limit=2)
+    with tap:
+        for _ in range(5):
+            torch.ones(1)
+    assert (len(tap.operators()), tap.dropped) == (2, 3)
