@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from detaudit.kernels.cases import Case
+from detaudit.kernels.shapes import Synthetic
 
 Role = Literal["control", "candidate", "listed"]
 """``control``: must be able to differ, or the comparison shows nothing. ``candidate``: a setting that an
@@ -66,19 +67,22 @@ class Unavailable:
     reason: str
     needs: str
 
+    @property
+    def sentence(self) -> str:
+        return f"{self.reason}; it runs on {self.needs}"
+
 
 @dataclass(frozen=True, slots=True)
 class Guidance:
     """How a variant is set.
 
     Args:
-        argument: the kernel's own argument, as one would write it.
-        engines: engine to the switch that sets it there, or to why there is none.
+        where: library or engine (``flashinfer``, ``vllm``, ``sglang``, ``tensorrt_llm``, ...) to the argument
+            or switch that sets it there, or to why there is none.
         warnings: what to look out for when setting it.
     """
 
-    argument: str
-    engines: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, str]
     warnings: tuple[str, ...] = ()
 
 
@@ -141,6 +145,14 @@ class Backend(Protocol):
 
     def guidance(self, case: Case, variant: Variant) -> Guidance:
         """How to set the variant in the kernel's own call and in the engines that call it."""
+        ...
+
+    def synthetic(self, wanted: Synthetic) -> Case | Unavailable:
+        """A made-up case on the device it will run on, or why it cannot run here (then nothing is allocated).
+
+        Raises:
+            UsageError: a dtype that this kernel does not have.
+        """
         ...
 
 

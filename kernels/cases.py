@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from detaudit.core.errors import CaseUnreadable, TraceNotWritten, Unsupported
+from detaudit.core.files import not_written
 from detaudit.core.recording import KernelCall
 from detaudit.kernels.layout import Block, View, check_plain, dtype_name, dtype_of, pack, unpack
 
@@ -49,7 +50,8 @@ class Case:
         parameters: every other argument, JSON-compatible; a dtype by its name (``bfloat16``).
         module: path of the module the call happened in; ``None`` for a synthetic case.
         call: ordinal of that module's call.
-        context: library version, autotuner state and the like, JSON-compatible.
+        context: library version, autotuner state and the like, JSON-compatible; ``device`` is where the
+            call happened.
 
     Raises:
         Unsupported: an argument is a sparse, quantized, meta or wrapper tensor.
@@ -78,9 +80,8 @@ class Case:
                 )
             tensors[path] = value.detach().resolve_conj().resolve_neg()
         name = f"{call.module or 'root'}#{call.call}"
-        return cls(
-            name, call.entry, tensors, dict(call.parameters), call.module, call.call, dict(call.context)
-        )
+        case = cls(name, call.entry, tensors, dict(call.parameters), call.module, call.call)
+        return dataclasses.replace(case, context={"device": str(case.device), **call.context})
 
     @property
     def device(self) -> torch.device:
@@ -134,8 +135,8 @@ class Case:
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-        except (OSError, SafetensorError) as error:
-            raise TraceNotWritten(f"could not write the case {target}: {error}") from error
+        except OSError as error:
+            raise not_written(target, error) from error
         return target
 
     def _to_files(self) -> tuple[str, dict[str, Tensor]]:

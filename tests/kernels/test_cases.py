@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 from collections.abc import Callable
@@ -148,7 +149,7 @@ def test_a_kernel_call_becomes_a_case_and_comes_back(tmp_path: Path) -> None:
     loaded = Case.load(case.save(tmp_path / "deep" / "case"))
     assert (loaded.name, loaded.entry, loaded.module, loaded.call) == (case.name, call.entry, call.module, 2)
     assert loaded.parameters == call.parameters
-    assert loaded.context == call.context
+    assert loaded.context == {"device": "cpu", **call.context}
     assert loaded.dtype("output_dtype") is torch.bfloat16
     assert not loaded.tensors["input"].requires_grad
     assert len(loaded.group("quant_scales")) == 1
@@ -192,10 +193,10 @@ def test_a_case_that_cannot_be_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("detaudit.kernels.cases.save_file", full)
-    with pytest.raises(TraceNotWritten, match="No space left"):
+    with pytest.raises(TraceNotWritten, match="disk is full"):
         Case("case", "m:f", {"x": torch.ones(2)}, {}).save(tmp_path / "case")
     assert list(tmp_path.iterdir()) == []
 
