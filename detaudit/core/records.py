@@ -7,7 +7,7 @@ History: 1, first version.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -21,6 +21,8 @@ from detaudit.core.errors import (
 
 FORMAT = "detaudit-report"
 VERSION = 1
+KERNELS_FORMAT = "detaudit-kernels"
+KERNELS_VERSION = 1
 
 Verdict = Literal["deterministic", "nondeterministic", "inconclusive"]
 Outcome = Literal["confirmed", "not-reproduced", "vacuous-control", "unsupported"]
@@ -245,8 +247,9 @@ class Report:
                 "this is not a detaudit report; expected JSON with format 'detaudit-report'"
             )
         if data.get("version") != VERSION:
+            found = data.get("version")
             raise TraceVersion(
-                f"the report has version {data.get('version')!r}, this detaudit reads {VERSION}; upgrade detaudit"
+                f"the report has version {found!r}, this detaudit reads {VERSION}; upgrade detaudit"
             )
         try:
             values = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data}
@@ -256,6 +259,12 @@ class Report:
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
             raise TraceUnreadable(f"the report is damaged ({error}); run the audit again") from error
+
+
+def kernels_json(kernels: Iterable[KernelReport], exit_code: int) -> dict[str, Any]:
+    """What ``detaudit kernels --json`` writes: kernel reports without an audit around them."""
+    head = {"format": KERNELS_FORMAT, "version": KERNELS_VERSION, "exit_code": exit_code}
+    return head | {"kernels": [_plain(kernel) for kernel in kernels]}
 
 
 _ITEMS: Mapping[str, type] = {

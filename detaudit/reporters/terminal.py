@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import IO
 
 from rich.console import Console, RenderableType
@@ -31,15 +32,29 @@ class TerminalReporter:
         self.width = width
 
     def render(self, report: Report, stream: IO[str]) -> None:
-        console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
-        if self.width is not None:
-            console.width = self.width
-        elif not console.is_terminal:
-            console.width = PLAIN_WIDTH
-        # Captured and written by us: rich would end the process with 1 on a closed pipe.
-        with console.capture() as capture:
-            _print(console, report)
-        stream.write("\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")
+        _write(stream, self.width, lambda console: _print(console, report))
+
+
+def render_kernels(kernels: Iterable[KernelReport], stream: IO[str], width: int | None = None) -> None:
+    """Kernel reports alone, as ``detaudit kernels`` shows them; ``width`` as in ``TerminalReporter``."""
+
+    def show(console: Console) -> None:
+        for kernel in kernels:
+            _kernel(console, kernel)
+
+    _write(stream, width, show)
+
+
+def _write(stream: IO[str], width: int | None, show: Callable[[Console], None]) -> None:
+    console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    if width is not None:
+        console.width = width
+    elif not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    # Captured and written by us: rich would end the process with 1 on a closed pipe.
+    with console.capture() as capture:
+        show(console)
+    stream.write("\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")
 
 
 def _print(console: Console, report: Report) -> None:
