@@ -1,0 +1,140 @@
+"""Digests of everything in a value: submitted at once, readable when the digester has finished."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from detaudit.core.digest import Digester, NotObservable, Pending, parts, unseen
+from detaudit.core.recording import Record
+from detaudit.hooks.tree import Opaque, flatten
+
+_CONSTANTS = (bool, int, str, type(None))
+_STATELESS = (
+    type,
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    types.MethodType,
+    types.ModuleType,
+    functools.partial,
+    weakref.ref,
+    nn.Module,
+    torch.cuda.Stream,
+)
+"""Neither data nor holders of data a call would read: they are passed over without a word."""
+
+
+@dataclass(slots=True)
+class PendingRecord:
+    """Digests on their way: (site, pending) and (site, reason) of what could not be observed."""
+
+    entries: list[tuple[str, Pending]] = field(default_factory=list)
+    unobserved: list[tuple[str, str]] = field(default_factory=list)
+
+    def resolve(self) -> tuple[Record, tuple[tuple[str, str], ...]]:
+        """The record, sorted by site, and what is missing from it; only after the digester's ``finish()``."""
+        values = {site: pending.value for site, pending in self.entries}
+        return tuple(sorted(values.items(), key=_site)), tuple(self.unobserved)
+
+
+def _site(entry: tuple[str, object]) -> str:
+    return entry[0]
+
+
+def observe(value: object, site: str, digester: Digester) -> PendingRecord:
+    """Submit every tensor and host scalar in ``value``; sites begin with ``site`` (see ``tree.flatten``)."""
+    return Observer(digester).observe(flatten(value, site))
+
+
+class Observer:
+    """Submits leaves to a digester. Tensors met again in one ``moment`` are not digested twice."""
+
+    def __init__(self, digester: Digester) -> None:
+        self._digester = digester
+        self._constants: dict[tuple[type, object], Pending] = {}
+        self._moment: dict[int, tuple[object, list[tuple[str, Pending]]]] = {}
+
+    def moment(self) -> None:
+        """What was digested before may have been changed since."""
+        self._moment.clear()
+
+    def observe(self, leaves: Iterable[tuple[str, object]]) -> PendingRecord:
+        record = PendingRecord()
+        for site, leaf in leaves:
+            self._take(site, leaf, record)
+        return record
+
+    def _take(self, site: str, leaf: object, record: PendingRecord) -> None:
+        kind = type(leaf)
+        if kind in _CONSTANTS:
+            record.entries.append((site, self._constant(kind, leaf)))
+            return
+        try:
+            if isinstance(leaf, Tensor):
+                record.entries.extend((site + suffix, pending) for suffix, pending in self._tensor(leaf))
+            elif isinstance(leaf, torch.Generator):
+                record.entries.append((site, self._digester.submit(leaf.get_state())))
+            elif isinstance(leaf, Opaque):
+                record.unobserved.append((site, leaf.reason))
+            elif _is_array(leaf):
+                record.entries.append((site, self._digester.submit(_from_array(leaf))))
+            elif not isinstance(leaf, _STATELESS):
+                record.entries.append((site, self._digester.submit_scalar(leaf)))
+        except NotObservable as error:
+            record.unobserved.append((site, error.reason))
+        except Exception as error:  # a tensor subclass or a device may refuse in any way it likes
+            record.unobserved.append((site, f"{type(error).__name__}: {error}".splitlines()[0]))
+
+    def _constant(self, kind: type, value: object) -> Pending:
+        pending = self._constants.get((kind, value))
+        if pending is None:
+            pending = self._constants[kind, value] = self._digester.submit_scalar(value)
+        return pending
+
+    def _tensor(self, tensor: Tensor) -> list[tuple[str, Pending]]:
+        known = self._moment.get(id(tensor))
+        if known is None:
+            taken = [(suffix, self._digester.submit(part)) for suffix, part in parts(tensor)]
+            known = self._moment[id(tensor)] = (tensor, taken)
+        return known[1]
+
+
+def _is_array(leaf: object) -> bool:
+    return type(leaf).__module__ == "numpy" and type(leaf).__name__ == "ndarray"
+
+
+def _from_array(array: Any) -> Tensor:
+    with unseen():
+        try:
+            return torch.from_numpy(array if array.flags.writeable else array.copy())
+        except (TypeError, ValueError) as error:
+            raise NotObservable(f"a NumPy array that torch cannot hold ({error})") from error
+
+
+def generator_states() -> list[tuple[str, object]]:
+    """(site, generator) of torch's default generators: ``rng.cpu``, and ``rng.cuda:N`` of devices in use.
+
+    A CUDA generator's state lies on the host, so reading it does not synchronise. While a stream is
+    capturing a graph it cannot be read; those sites are left out then.
+    """
+    found: list[tuple[str, object]] = [("rng.cpu", torch.default_generator)]
+    cuda: Any = torch.cuda  # without annotations
+    if cuda.is_initialized() and not cuda.is_current_stream_capturing():
+        found.extend(
+            (f"rng.cuda:{index}", generator)
+            for index, generator in enumerate(cuda.default_generators)
+            if _has_context(index)
+        )
+    return found
+
+
+def _has_context(device: int) -> bool:
+    has_context: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return True if has_context is None else bool(has_context(device))

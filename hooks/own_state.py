@@ -1,0 +1,109 @@
+"""A module's own state: its buffers, and the tensors and scalars its attributes lead to; no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from detaudit.hooks.names import inner_of, join, named_modules
+from detaudit.hooks.tree import flatten
+
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {
+    "_compiled_call_impl",
+    "_former_parameters",
+    "_is_replica",
+    "_c",
+    "_concrete_type",
+    "_initializing",
+    "dynamo_ctx",
+    "get_compiler_config",
+    "_super_module_initialized",
+    "_torchdynamo_orig_callable",
+    "_torchdynamo_wrapper_id",
+}
+_SIMPLE = (Tensor, torch.Generator, bool, int, float, complex, str, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnState:
+    """Leaves of a module's own state: those digested at every call, and those too large for that."""
+
+    leaves: list[tuple[str, object]]
+    large: list[tuple[str, Tensor]]
+
+
+def is_closed(module: nn.Module) -> bool:
+    """Whether what happens inside is not seen, so that the state of all modules inside counts as its own."""
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or module.__dict__.get("_compiled_call_impl") is not None
+        or type(module).__name__ == "OptimizedModule"
+        or _is_compiled(module.__dict__.get("forward"))
+        or _is_compiled(getattr(type(module), "forward", None))
+    )
+
+
+def _is_compiled(function: object) -> bool:
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(
+        function, "_torchdynamo_disable", False
+    )
+
+
+def own_state(module: nn.Module, large_bytes: int, closed: bool = False) -> OwnState:
+    """The own state of ``module``, of which at most ``large_bytes`` are to be digested at every call.
+
+    Sites are ``buffer.NAME`` and ``attr.NAME``. Where the tensors hold more than ``large_bytes`` together,
+    the largest ones are set apart until the rest fits. ``closed``: with the state of all modules inside.
+    """
+    leaves: list[tuple[str, object]] = []
+    for path, member in named_modules(module) if closed else ((("", module)),):
+        leaves.extend(_buffers(member, path))
+        leaves.extend(_attributes(member, path))
+    return _split(leaves, large_bytes)
+
+
+def _buffers(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
+    buffers: Any = module.__dict__.get("_buffers")
+    if not isinstance(buffers, dict):
+        buffers = dict(module.named_buffers(recurse=False))
+    for name, buffer in buffers.items():
+        if buffer is not None:
+            yield "buffer." + join(path, name), buffer
+
+
+def _attributes(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
+    if inner_of(module) is not None:  # a wrapper's attributes are about wrapping
+        return
+    for name, value in list(module.__dict__.items()):
+        if name in _INTERNAL or callable(value):
+            continue
+        site = "attr." + join(path, name)
+        for leaf_site, leaf in ((site, value),) if type(value) in _SIMPLE else flatten(value, site):
+            if not isinstance(leaf, (nn.Module, nn.Parameter)):
+                yield leaf_site, leaf
+
+
+def _split(leaves: list[tuple[str, object]], large_bytes: int) -> OwnState:
+    tensors = [(site, leaf) for site, leaf in leaves if isinstance(leaf, Tensor)]
+    excess = sum(_bytes(tensor) for _, tensor in tensors) - large_bytes
+    large: list[tuple[str, Tensor]] = []
+    if excess > 0:
+        for site, tensor in sorted(tensors, key=lambda entry: _bytes(entry[1]), reverse=True):
+            if excess <= 0:
+                break
+            large.append((site, tensor))
+            excess -= _bytes(tensor)
+        apart = {site for site, _ in large}
+        leaves = [(site, leaf) for site, leaf in leaves if site not in apart]
+    return OwnState(leaves, large)
+
+
+def _bytes(tensor: Tensor) -> int:
+    try:
+        return tensor.nbytes
+    except (RuntimeError, NotImplementedError):  # nested and opaque tensors have no single size
+        return 0
