@@ -158,6 +158,17 @@ class Names:
         roots = (ref() for _, ref in self.trees)
         return {type(member) for root in roots if root is not None for member in root.modules()}
 
+    def module_at(self, path: str) -> nn.Module | None:
+        """A living module that has ``path`` among its names; of a wrapper and what it wraps, the latter."""
+        for tree, ref in self.trees:
+            root = ref()
+            if root is not None:
+                prefix = tree.name(alone=not self.attached and len(self.trees) == 1)
+                for name, member in named_modules(root, prefix):
+                    if name == path:
+                        return innermost(member)
+        return None
+
     def live_name(self, place: Place) -> str:
         """The name while the run goes on: the first outermost module met is taken for the only one."""
         return place.name(alone=not self.attached and place.tree is self.trees[0][0])

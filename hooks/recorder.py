@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch import nn
+
 from detaudit.core.digest import Digester
 from detaudit.core.recording import ModuleInfo
 from detaudit.hooks.calls import watch
@@ -16,7 +18,7 @@ from detaudit.hooks.observe import Observer, PendingRecord
 from detaudit.hooks.own_state import own_state
 from detaudit.hooks.run import CallKey, RecordedRun, Recording, note_foreign_threads
 
-__all__ = ["CallKey", "CapturedCall", "Recorder", "Recording"]
+__all__ = ["CallKey", "CapturedCall", "Recorder", "Recording", "held_modules"]
 
 LARGE_BYTES = 64 << 20
 
@@ -66,6 +68,10 @@ class Recorder:
     def modules(self) -> tuple[ModuleInfo, ...]:
         """Every module of the attached model with its other names."""
         return self._names.infos()
+
+    def module_at(self, path: str) -> nn.Module | None:
+        """The module at ``path`` in the attached model, or met there in the last run, if still alive."""
+        return self._last.module_at(path)
 
     def wants(self, path: str) -> bool:
         """Whether calls of the module at ``path`` are recorded."""

@@ -1,0 +1,41 @@
+"""Fixtures for every test: nothing may be left on torch, and a race must have been seen to race."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.leaks import GlobalState
+from tests.support import threads
+
+VOID_CONTROLS = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Fails a test that leaves a hook, a mode, a wrapped method or a changed global setting."""
+    before = GlobalState()
+    yield
+    leftovers = before.leftovers()
+    before.put_back()
+    if leftovers:
+        pytest.fail("left behind: " + "; ".join(leftovers), pytrace=False)
+
+
+@pytest.fixture
+def racy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Four threads, on a machine where unordered accumulation has just been seen to vary; else a skip."""
+    from tests.support import race_varies
+
+    with threads(4):
+        if not race_varies():
+            request.config.stash.setdefault(VOID_CONTROLS, []).append(request.node.nodeid)
+            pytest.skip("void control: index_put_(accumulate=True) in fp32 did not vary on this machine")
+        yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    void = terminalreporter.config.stash.get(VOID_CONTROLS, [])
+    if void:
+        terminalreporter.write_line(f"{len(void)} tests skipped, because their control did not vary")
