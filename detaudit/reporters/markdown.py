@@ -61,8 +61,8 @@ def _origins(report: Report) -> list[str]:
         [
             code(wording.module_name(o.module)),
             cell(o.cls),
-            str(o.call),
-            f"{o.runs_differing:,} of {report.runs:,}",
+            cell(wording.calls_of(o)).removeprefix("call "),
+            cell(wording.origin_rate(o, report)).removesuffix(" runs"),
             cell(wording.rows_of(o)) or "-",
             cell(wording.size_of(o.max_ulp, o.max_abs)) or "not measured",
         ]
@@ -108,7 +108,7 @@ def _kernel(kernel: KernelReport) -> list[str]:
         ]
     if kernel.recommended:
         lines += ["", f"To make it stable, use {cell(wording.recommended_setting(kernel))}.", ""]
-        lines += [f"- {name}: {code(value)}" for name, value in wording.recommendation(kernel)]
+        lines += [f"- {name}: {cell(value)}" for name, value in wording.recommendation(kernel)]
         lines += [f"- Warning: {cell(warning)}" for warning in wording.recommendation_warnings(kernel)]
     return lines
 
@@ -128,15 +128,15 @@ def _variant(kernel: KernelReport, index: int) -> list[str]:
 
 def _controls(report: Report) -> list[str]:
     done, missing = wording.restored(report)
-    lines = [
-        f"- Observer control, {key.replace('_', ' ')}: {cell(wording.plain(v))}"
-        for key, v in report.observer.items()
-    ]
-    lines += [f"- Put back before each run: {cell(wording.joined(done))}"] if done else []
-    lines += [f"- Not put back: {cell(item)}" for item in missing]
     unseen = wording.unobserved(report.coverage)
-    lines += [f"- Not observed: {cell(item)}" for item in unseen[:10]]
-    lines += [f"- Not observed: {len(unseen) - 10:,} more"] if len(unseen) > 10 else []
+    groups = {
+        "Observer control": wording.observer_lines(report.observer),
+        "Put back before each run": done,
+        "Not put back": missing,
+        "Observed": wording.coverage_lines(report),
+        "Not observed": [*unseen[:10], *([f"{len(unseen) - 10:,} more"] if len(unseen) > 10 else [])],
+    }
+    lines = [f"- {title}: {cell('; '.join(items))}" for title, items in groups.items() if items]
     return ["### How it was made sure", "", *lines] if lines else []
 
 

@@ -54,7 +54,8 @@ def _write(stream: IO[str], width: int | None, show: Callable[[Console], None]) 
     # Captured and written by us: rich would end the process with 1 on a closed pipe.
     with console.capture() as capture:
         show(console)
-    stream.write("\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")
+    text = "\n".join(line.rstrip() for line in capture.get().splitlines())
+    stream.write(text.lstrip("\n") + "\n")
 
 
 def _print(console: Console, report: Report) -> None:
@@ -188,14 +189,12 @@ def _variants(variants: tuple[VariantResult, ...], width: int) -> list[Renderabl
 
 
 def _controls(console: Console, report: Report) -> None:
-    observer = [
-        Text(f"{key.replace('_', ' ')}: {wording.plain(value)}") for key, value in report.observer.items()
-    ]
-    _section(console, "Observer control", [*observer])
+    _section(console, "Observer control", [*map(Text, wording.observer_lines(report.observer))])
     done, missing = wording.restored(report)
-    lines: list[RenderableType] = [Text(f"yes: {wording.joined(done)}")] if done else []
-    lines += [Text(f"no: {item}", style="yellow") for item in missing]
+    lines: list[RenderableType] = [Text(item) for item in done]
+    lines += [Text(f"not put back: {item}", style="yellow") for item in missing]
     _section(console, "Put back before each run", lines)
+    _section(console, "Observed", [*map(Text, wording.coverage_lines(report))])
     unseen = wording.unobserved(report.coverage)
     shown: list[RenderableType] = [Text(item) for item in unseen[:MOST_LISTED]]
     if len(unseen) > MOST_LISTED:

@@ -77,13 +77,30 @@ def size_of(max_ulp: int | None, max_abs: float | None) -> str:
 
 def origin_line(origin: Origin, report: Report) -> str:
     """One line: which call, how often, which rows, how far."""
-    facts = [f"{origin.runs_differing:,} of {count(report.runs, 'run')} differ"]
-    facts += [rows_of(origin), size_of(origin.max_ulp, origin.max_abs)]
+    facts = [
+        f"{origin_rate(origin, report)} differ",
+        rows_of(origin),
+        size_of(origin.max_ulp, origin.max_abs),
+    ]
     if origin.value_equal:
         facts.append("equal in value, different in bits")
     return (
-        f"{module_name(origin.module)} ({origin.cls}), call {origin.call}: {', '.join(filter(None, facts))}"
+        f"{module_name(origin.module)} ({origin.cls}), {calls_of(origin)}: {', '.join(filter(None, facts))}"
     )
+
+
+def origin_rate(origin: Origin, report: Report) -> str:
+    """``18 of 19 runs``: one of the runs is the reference, so one less than there were."""
+    compared = report.rate.comparisons
+    if origin.runs_differing > compared:  # it differs under another condition, with its own number of runs
+        return count(origin.runs_differing, "run")
+    return f"{origin.runs_differing:,} of {count(compared, 'run')}"
+
+
+def calls_of(origin: Origin) -> str:
+    """``call 0``, or ``call 0 and 3 more of its calls``."""
+    more = f" and {origin.calls - 1:,} more of its calls" if origin.calls > 1 else ""
+    return f"call {origin.call:,}{more}"
 
 
 def origin_details(origin: Origin) -> list[str]:
@@ -115,8 +132,10 @@ def origin_details(origin: Origin) -> list[str]:
 def rate_line(report: Report) -> str:
     """How often the run differs, or the bound that "no difference" stands for."""
     rate = report.rate
+    if report.verdict == "inconclusive":
+        return f"{report.coverage.get('reason') or 'nothing was compared'}, so nothing was shown"
     if rate.comparisons == 0:
-        return "nothing was compared, so nothing was shown"
+        return "the runs that differ were not compared call by call"
     confidence = f"{100 * rate.confidence:g}%"
     if not rate.estimate:
         bound = f"at most {upper_percent(rate.high)} of runs differ ({confidence} one-sided)"
@@ -213,25 +232,82 @@ def unobserved(coverage: Mapping[str, Any]) -> list[str]:
 def _unobserved_entry(entry: Any) -> str:
     if isinstance(entry, Mapping):
         entry = [entry.get("module"), entry.get("site"), entry.get("reason")]
-    if isinstance(entry, (list, tuple)) and len(entry) == 3:
-        module, site, reason = (str(part or "") for part in entry)
+    if isinstance(entry, (list, tuple)) and len(entry) >= 3:
+        module, site, reason = (str(part or "") for part in entry[:3])
         return f"{' '.join(filter(None, (module_name(module), site)))}: {reason}"
     return plain(entry)
 
 
+def coverage_lines(report: Report) -> list[str]:
+    """How much was seen, what was left out on request, and what the history control found."""
+    coverage, lines = report.coverage, []
+    modules = coverage.get("modules")
+    modules = len(modules) if isinstance(modules, (list, tuple)) else modules
+    seen = [count(n, noun) for n, noun in ((coverage.get("calls"), "call"), (modules, "module")) if n]
+    if seen:
+        lines.append(f"{' of '.join(seen)} in each run")
+    if coverage.get("excluded"):
+        lines.append(f"left out on request: {joined(map(module_name, coverage['excluded']))}")
+    history = coverage.get("history")
+    if isinstance(history, Mapping) and history.get("positions"):
+        differing = history.get("differing") or 0
+        what = (
+            f"{differing:,} of {count(history['positions'], 'run')} differ"
+            if differing
+            else "run k equals run k"
+        )
+        lines.append(f"history control, two fresh processes with the same sequence of runs: {what}")
+    if coverage.get("unmatched"):
+        number = count(len(coverage["unmatched"]), "call")
+        lines.append(f"without a counterpart in other runs: {number}, listed by --format json")
+    return lines
+
+
+def observer_lines(observer: Mapping[str, Any]) -> list[str]:
+    """What recording itself changed, as far as the runs without it tell."""
+    if "agree" not in observer:
+        return [f"{key.replace('_', ' ')}: {plain(value)}" for key, value in observer.items()]
+    lines = [_observed("on", observer), _observed("off", observer)]
+    agree, p_value = observer["agree"], observer.get("p_value")
+    differs = bool(observer.get("differing_on") or observer.get("differing_off"))
+    test = "" if p_value is None or not differs else f" (Fisher's exact test: p = {p_value:.2g})"
+    verdicts = {True: "recording changed nothing that shows", False: "recording changes the outcome"}
+    return [*lines, verdicts.get(agree, "nothing to compare") + test]
+
+
+def _observed(side: str, observer: Mapping[str, Any]) -> str:
+    runs, differing = observer.get(f"runs_{side}") or 0, observer.get(f"differing_{side}") or 0
+    found = f"{differing:,} of {count(max(runs - 1, 0), 'comparison')} differ"
+    return f"hooks {side}: {count(runs, 'run')}, {found}"
+
+
 def restored(report: Report) -> tuple[list[str], list[str]]:
-    """(what was put back before each run, what was not, with the reason)."""
+    """(what every run started with, what could not be put back and why)."""
     done: list[str] = []
     missing: list[str] = []
     for name, value in report.restored.items():
         label = name.replace("_", " ")
-        if value is True:
-            done.append(label)
-        elif value is False:
-            missing.append(label)
-        elif value not in (None, "", [], (), {}):
-            done.append(f"{label} ({plain(value)})")
+        parts, lost = _restored_parts(label, value if isinstance(value, Mapping) else {label: value})
+        missing += lost
+        if parts:
+            done.append(label if parts == [label] else f"{label}: {joined(parts)}")
     return done, missing
+
+
+def _restored_parts(label: str, values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    parts: list[str] = []
+    missing: list[str] = []
+    for name, value in values.items():
+        text = name.replace("_", " ") if name.isidentifier() else name
+        if name == "not_put_back" and isinstance(value, Mapping):
+            missing += [f"{path}: {why}" for path, why in value.items()]
+        elif value is False or (isinstance(value, str) and value.startswith("not put back")):
+            missing.append(f"{text}: {value.removeprefix('not put back: ')}" if value else text)
+        elif value is True or value == "put back":
+            parts.append(text)
+        elif value not in (None, 0, "", [], (), {}):
+            parts.append(plain(value) if text == label else f"{text} {plain(value)}")
+    return parts, missing
 
 
 def next_commands(report: Report) -> list[str]:

@@ -22,11 +22,20 @@ ENVIRONMENT: Mapping[str, Any] = {
     "flags": {"float32_matmul_precision": "highest", "cudnn.benchmark": False},
 }
 RESTORED: Mapping[str, Any] = {
-    "python": True,
-    "numpy": True,
-    "torch_cpu": True,
-    "buffers": 12,
-    "private generators": False,
+    "generators": {
+        "python": "put back",
+        "numpy": "put back",
+        "torch.cpu": "put back",
+        "sampler": "not put back: opaque",
+    },
+    "buffers": {
+        "buffers": 12,
+        "bytes_on_host": 4096,
+        "not_put_back": {"cache.k": "not initialised"},
+        "modules_eval": 9,
+    },
+    "inputs": "made afresh and copied for every run",
+    "model": "built once",
 }
 
 
@@ -139,9 +148,14 @@ def nondeterministic() -> Report:
             Condition("in-process", 20, 18, "nondeterministic"),
             Condition("hooks-off", 4, 3, "nondeterministic"),
         ),
-        {"runs": 4, "runs_differing": 3, "agrees": True},
+        {"runs_on": 20, "runs_off": 4, "differing_on": 18, "differing_off": 3, "p_value": 1.0, "agree": True},
         RESTORED,
-        {"modules": modules(24), "unobserved": [["layers.1.self_attn", "out[1]", "nested layout"]]},
+        {
+            "modules": modules(24),
+            "calls": 219,
+            "history": {"positions": 20, "differing": 19},
+            "unobserved": [["layers.1.self_attn", "out[1]", "nested layout", 20]],
+        },
         ENVIRONMENT,
         "examples/nvfp4_moe.py",
         "nvfp4_moe.detaudit",
@@ -175,8 +189,15 @@ def deterministic() -> Report:
                 ),
             ),
         ),
-        observer={"runs": 4, "runs_differing": 0, "agrees": True},
-        restored={"python": True, "torch_cpu": True},
+        observer={
+            "runs_on": 20,
+            "runs_off": 4,
+            "differing_on": 0,
+            "differing_off": 0,
+            "p_value": 1.0,
+            "agree": True,
+        },
+        restored={"generators": {"python": "put back", "torch.cpu": "put back"}},
         coverage={"modules": modules(2)},
         target="model.py",
         trace="model.detaudit",
@@ -196,7 +217,10 @@ def inconclusive() -> Report:
         ),
         conditions=(Condition("in-process", 20, 0, "inconclusive"),),
         coverage={
-            "unobserved": [{"module": f"block.{n}", "site": "out", "reason": "opaque"} for n in range(12)]
+            "reason": "the inputs differ between runs",
+            "excluded": ["embed"],
+            "modules": 12,
+            "unobserved": [{"module": f"block.{n}", "site": "out", "reason": "opaque"} for n in range(12)],
         },
         target="model.py",
         trace="model.detaudit",
