@@ -35,7 +35,7 @@ class Options:
     def schedule(self) -> tuple[bool, ...]:
         """For each run of the sequence, whether it is recorded.
 
-        Unrecorded runs (one for every five recorded, two at least) are spread through the sequence, never first, so
+        Unrecorded runs (about one for every five recorded) are spread through the sequence, never first, so
         that both kinds see the same warm-up.
         """
         if not self.observer or self.runs < 2:

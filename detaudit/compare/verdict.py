@@ -87,7 +87,7 @@ def coverage(meta: Mapping[str, object], located: Located, reason: str | None) -
     unobserved = Counter(entry for run in located.runs for entry in dict.fromkeys(run.unobserved))
     aligned = located.aligned
     body["calls"] = max((len(run.module) for run in located.runs), default=0)
-    body["modules"] = len(set(aligned.module))
+    body["modules_called"] = len(set(aligned.module))
     body["unobserved"] = [[*entry, runs] for entry, runs in unobserved.items()]
     if meta.get("excluded"):
         body["excluded"] = meta["excluded"]

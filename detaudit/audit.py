@@ -1,0 +1,69 @@
+"""One audit, from the first run to the stored report.
+
+docs/how-it-works.md tells the order of events and why it is this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from detaudit.core.records import Report
+from detaudit.function_audit import FunctionAudit
+from detaudit.options import Options
+from detaudit.progress import Progress, Silent
+from detaudit.script_audit import ScriptAudit
+from detaudit.target import TargetSpec
+from detaudit.trace import TraceWriter
+
+
+class _Audit(AbstractContextManager["_Audit"], Protocol):
+    def record(self) -> None:
+        """Make the recorded runs."""
+        ...
+
+    def report(self) -> Report:
+        """Compare them, look closer at what differs, and tell."""
+        ...
+
+
+def audit(spec: TargetSpec, options: Options, trace: Path, progress: Progress | None = None) -> Report:
+    """Audit a target, leave the trace at ``trace`` and return the report that is stored in it.
+
+    Raises:
+        TraceNotWritten: the trace exists already, or cannot be written.
+        TargetRaised, TargetInvalid: the target cannot be run. What was recorded before is kept.
+    """
+    meta = {
+        "target": spec.label,
+        "trace": trace.name,
+        "argv": list(spec.argv),
+        "mode": "script" if spec.is_script else "function",
+        "options": dataclasses.asdict(options),
+    }
+    shown = progress or Silent()
+    with TraceWriter.create(trace, meta) as writer:
+        running: _Audit
+        running = (
+            ScriptAudit(spec, options, writer, shown)
+            if spec.is_script
+            else FunctionAudit(spec, options, writer, shown)
+        )
+        with running:
+            running.record()
+            report = running.report()
+        writer.store_report(report.to_json())
+    return report
+
+
+def default_trace(spec: TargetSpec, now: datetime | None = None) -> Path:
+    """A name for the trace in the current folder that no file has yet: ``model-20260131-154502.detaudit``."""
+    stem = f"{spec.path.stem}-{now or datetime.now():%Y%m%d-%H%M%S}"
+    for number in range(1, 1000):
+        path = Path(f"{stem}.detaudit" if number == 1 else f"{stem}-{number}.detaudit")
+        if not path.exists():
+            return path
+    return Path(f"{stem}.detaudit")

@@ -1,0 +1,260 @@
+"""The capture pass: the origins once more, with their tensors.
+
+Digests say that bits differ and where; numbers need the tensors. Runs are repeated with the inputs and
+outputs of the origins kept until one differs for equal inputs. Of several origins, all but the one looked at
+are held at fixed outputs, since otherwise the inputs of the later ones would never agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from detaudit.core.digest import NotObservable, parts
+from detaudit.core.errors import DetauditError
+from detaudit.core.numbers import Difference, difference
+from detaudit.core.recording import Call, Record
+from detaudit.core.records import Origin
+from detaudit.execution import Execution, Session
+from detaudit.hooks import generators
+from detaudit.hooks.capture import CapturedCall, copy_of
+from detaudit.hooks.observe import observe
+from detaudit.hooks.operators import OperatorTap, first_differing, within
+from detaudit.hooks.tree import flatten
+
+CallKey = tuple[str, int]
+Tensors = list[tuple[str, Tensor]]
+
+ISOLATED_RUNS = 20
+HEALED_RUNS = 3
+NO_NUMBERS = "no run of the capture pass differed for equal inputs"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How far an origin's outputs are apart, over all sites that differ; ``reason``: why there are none."""
+
+    max_ulp: int | None = None
+    max_abs: float | None = None
+    value_equal: bool | None = None
+    ulp_histogram: Mapping[str, int] | None = None
+    has_nan: bool = False
+    reason: str | None = None
+
+    def onto(self, origin: Origin) -> Origin:
+        return replace(
+            origin,
+            max_ulp=self.max_ulp,
+            max_abs=self.max_abs,
+            value_equal=self.value_equal,
+            ulp_histogram=self.ulp_histogram,
+            numbers_reason=self.reason,
+        )
+
+
+class CapturePass:
+    """Looks at the origins of a session whose runs differ.
+
+    Args:
+        attempts: most runs spent on one question about one origin.
+        advance: called after each run.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        origins: Sequence[Origin],
+        *,
+        attempts: int,
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.session = session
+        self.origins = origins
+        self.attempts = attempts
+        self.advance = advance
+        self.keys = [(origin.module, origin.call) for origin in origins]
+        self.reference = self._run(capture=self.keys)
+
+    def examine(self) -> tuple[tuple[Origin, ...], bool]:
+        """The origins with numbers, operator, ``isolated`` and ``healed``; and whether a NaN was seen."""
+        healed = self._healed()
+        examined: list[Origin] = []
+        nan = False
+        for origin, key in zip(self.origins, self.keys, strict=True):
+            numbers = self._numbers(key)
+            nan = nan or numbers.has_nan
+            operator = self._operator(origin) if self._captured(key).reason is None else None
+            examined.append(
+                replace(
+                    numbers.onto(origin),
+                    operator=operator,
+                    isolated=self._isolated(key),
+                    healed=healed,
+                )
+            )
+        return tuple(examined), nan
+
+    def _run(self, **options: Any) -> Execution:
+        execution = self.session.execute(condition="capture", **options)
+        self.advance()
+        return execution
+
+    def _captured(self, key: CallKey) -> CapturedCall:
+        return self.reference.captured.get(key) or CapturedCall(reason="the call did not happen again")
+
+    def _fixed(self, *, but: CallKey | None = None) -> dict[CallKey, Any]:
+        """Outputs of the reference run for every origin but one."""
+        kept = {key: self._captured(key) for key in self.keys if key != but}
+        return {key: copy_of(call.output) for key, call in kept.items() if call.reason is None}
+
+    def _numbers(self, key: CallKey) -> Numbers:
+        captured = self._captured(key)
+        if captured.reason is not None:
+            return Numbers(reason=captured.reason)
+        expected = find_call(self.reference, key)
+        for _ in range(self.attempts):
+            again = self._run(capture=[key], substitute=self._fixed(but=key))
+            call, kept = find_call(again, key), again.captured.get(key)
+            if call is None or expected is None or kept is None or kept.reason is not None:
+                continue
+            if (call.args, call.state) == (expected.args, expected.state) and call.out != expected.out:
+                return numbers_of(tensors_of(captured.output), tensors_of(kept.output))
+        return Numbers(reason=f"{NO_NUMBERS} ({self.attempts} runs)")
+
+    def _operator(self, origin: Origin) -> str | None:
+        """The first operator inside the origin that differs for equal inputs."""
+        key = (origin.module, origin.call)
+        first: list[Any] | None = None
+        for _ in range(self.attempts):
+            tap = OperatorTap(
+                self.session.digester, within(self.session.recorder.current_call, [origin.module])
+            )
+            self._run(around=tap, substitute=self._fixed(but=key))
+            operators = [op for op in tap.operators() if op.call == origin.call or op.module != origin.module]
+            if first is None:
+                first = operators
+                continue
+            found = first_differing(first, operators)
+            if found is not None:
+                return found.operator if found.kind == "outputs" else None
+        return None
+
+    def _healed(self) -> bool | None:
+        """Whether all that lies behind the origins agrees once their outputs are held fixed."""
+        fixed = self._fixed()
+        if len(fixed) < len(self.keys):
+            return None
+        runs = [self._run(substitute=self._fixed()) for _ in range(HEALED_RUNS)]
+        return all(_agree(runs[0], run, self.keys) for run in runs[1:])
+
+    def _isolated(self, key: CallKey) -> bool | None:
+        """Whether the module alone gives different bits for the captured inputs."""
+        captured = self._captured(key)
+        module = self.session.module_at(key[0])
+        if module is None or captured.reason is not None or captured.args is None:
+            return None
+        outputs: set[Record] = set()
+        with contextlib.ExitStack() as stack:
+            if not self.session.target.wants_grad:
+                stack.enter_context(torch.no_grad())
+            for _ in range(ISOLATED_RUNS):
+                self.session.snapshot.restore()
+                generators.restore(self.session.generators)
+                args, kwargs = copy_of((captured.args, captured.kwargs or {}))
+                try:
+                    pending = observe(module(*args, **kwargs), "out", self.session.digester)
+                except DetauditError:
+                    raise
+                except Exception:  # it needs what its parents set up: that is an answer, too
+                    return None
+                self.session.digester.finish()
+                outputs.add(pending.resolve()[0])
+        return len(outputs) > 1
+
+
+def find_call(execution: Execution, key: CallKey) -> Call | None:
+    return next((c for c in execution.run.calls if (c.module, c.ordinal) == key), None)
+
+
+def numbers_of(a: Tensors, b: Tensors) -> Numbers:
+    """Numbers over the output tensors of two captures of one call."""
+    other = dict(b)
+    return combine(
+        difference(tensor, other[site])
+        for site, tensor in a
+        if site in other and tensor.shape == other[site].shape and tensor.dtype == other[site].dtype
+    )
+
+
+def combine(differences: Iterable[Difference]) -> Numbers:
+    """One set of numbers for several tensors: the largest, and histograms added up."""
+    found = [item for item in differences if item.elements_differing]
+    if not found:
+        return Numbers(reason="what differs is not in the tensors it returned (shape, dtype or state)")
+    histogram: dict[str, int] = {}
+    for item in found:
+        for bucket, count in (item.ulp_histogram or {}).items():
+            histogram[bucket] = histogram.get(bucket, 0) + count
+    return Numbers(
+        max_ulp=max((item.max_ulp for item in found if item.max_ulp is not None), default=None),
+        max_abs=max((item.max_abs for item in found if item.max_abs is not None), default=None),
+        value_equal=all(item.value_equal for item in found),
+        ulp_histogram=histogram or None,
+        has_nan=any(item.has_nan for item in found),
+    )
+
+
+def tensors_of(output: object) -> Tensors:
+    """Plain tensors reachable in an output, by site."""
+    found: Tensors = []
+    for site, leaf in flatten(output, "out"):
+        if isinstance(leaf, Tensor):
+            with contextlib.suppress(NotObservable):
+                found += [(site + suffix, part) for suffix, part in parts(leaf)]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A captured call as one process hands it to another. ``inputs`` and ``output`` tell records apart."""
+
+    inputs: str
+    output: str
+    tensors: Tensors
+    reason: str | None = None
+
+
+def keep(execution: Execution) -> dict[CallKey, Kept]:
+    """The captured calls of one execution."""
+    kept: dict[CallKey, Kept] = {}
+    for key, captured in execution.captured.items():
+        call = find_call(execution, key)
+        if call is None or captured.reason is not None:
+            kept[key] = Kept("", "", [], captured.reason or "the call did not happen again")
+        else:
+            tensors = tensors_of(captured.output)
+            kept[key] = Kept(_fingerprint((*call.args, *call.state)), _fingerprint(call.out), tensors)
+    return kept
+
+
+def _fingerprint(record: Record) -> str:
+    return xxhash.xxh3_128_hexdigest(repr(record))
+
+
+def _agree(a: Execution, b: Execution, origins: Sequence[CallKey]) -> bool:
+    """Whether two runs agree in their final output and in every call that does not lie in an origin."""
+    if a.run.records.get("final") != b.run.records.get("final") or len(a.run.calls) != len(b.run.calls):
+        return False
+    inside = tuple(f"{module}." for module, _ in origins)
+    held = {module for module, _ in origins}
+    return all(
+        (x.args, x.state, x.out) == (y.args, y.state, y.out)
+        for x, y in zip(a.run.calls, b.run.calls, strict=True)
+        if x.module not in held and not x.module.startswith(inside)
+    )

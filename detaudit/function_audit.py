@@ -1,0 +1,174 @@
+"""The audit of a function target: recorded runs in this process, then a closer look at what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from detaudit.analysis import CallKey, analyze_trace, coverage, key_of, merge
+from detaudit.capture import CapturePass
+from detaudit.confirmation import confirm_kernels
+from detaudit.core.records import Finding, Origin, Report
+from detaudit.environment import environment
+from detaudit.execution import HOOKS_OFF, Session
+from detaudit.hooks import generators
+from detaudit.hooks.generator_survey import Survey, survey
+from detaudit.options import Options
+from detaudit.output import TargetOutput
+from detaudit.progress import Progress
+from detaudit.target import TargetSpec, load
+from detaudit.trace import TraceWriter
+from detaudit.worker import Job, launch
+
+SUPERSEDED = "superseded"
+HISTORY = ("history-1", "history-2")
+
+T = TypeVar("T")
+
+
+class FunctionAudit:
+    """Use as a context manager: ``record()``, then ``report()``."""
+
+    def __init__(self, spec: TargetSpec, options: Options, writer: TraceWriter, progress: Progress) -> None:
+        self.spec = spec
+        self.options = options
+        self.writer = writer
+        self.progress = progress
+        self.output = TargetOutput(writer.path)
+        self.findings: list[Finding] = []
+        self._context = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as context:
+            folder = context.enter_context(tempfile.TemporaryDirectory(prefix="detaudit-"))
+            self._generators = Path(folder, "generators")
+            self._generators.write_bytes(generators.capture().dump())
+            context.enter_context(self.output.collected())
+            self.session = context.enter_context(Session(load(self.spec), self.options))
+            self._context = context.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
+
+    def record(self) -> None:
+        """Make the runs of the schedule, each in one transaction.
+
+        A run that changes parameters ends the sequence: it begins again with the model rebuilt for every run.
+        """
+        session, schedule = self.session, self.options.schedule()
+        self.writer.add_modules(session.recorder.modules())
+        for position, recorded in enumerate(schedule):
+            self.progress.describe(f"run {position + 1} of {len(schedule)}")
+            checked = session.rebuild or position in (0, len(schedule) // 2, len(schedule) - 1)
+            run = session.execute(recorded=recorded, parameters=checked).run
+            self.writer.add_run(run)
+            self.progress.advance()
+            trained = run.records.get("parameters.before") != run.records.get("parameters.after")
+            if trained and not session.rebuild:
+                self._start_again(rebuild=True)
+                return
+
+    def report(self) -> Report:
+        """Compare the runs; where they differ, look closer; rerun the kernels at fault."""
+        report = self._analyze()
+        examined: dict[CallKey, Origin] = {}
+        if report.verdict == "nondeterministic":
+            if self._survey():
+                report = self._analyze()
+            if report.origins:
+                examined = self._examine(report)
+        kernels, found = confirm_kernels(self.session, report, self.options, self.progress)
+        self.findings += found
+        if report.verdict == "nondeterministic" and self.options.history:
+            meta = self._meta()
+            self._history()
+            report = analyze_trace(self.writer, meta)
+        return merge(report, examined=examined, findings=self.findings, kernels=kernels)
+
+    def _start_again(self, *, rebuild: bool) -> None:
+        self.writer.relabel_runs((self.session.condition, HOOKS_OFF), SUPERSEDED)
+        self.session.start_again(rebuild=rebuild)
+        self.record()
+
+    def _analyze(self) -> Report:
+        return analyze_trace(self.writer, self._meta())
+
+    def _meta(self) -> dict[str, Any]:
+        recorder, session = self.session.recorder, self.session
+        modules = recorder.modules()
+        wanted = [module.path for module in modules if recorder.wants(module.path)]
+        return {
+            "environment": environment(),
+            "restored": session.restored(),
+            "coverage": coverage(modules, wanted, session.digester.notes),
+            "excluded": sorted({module.path for module in modules} - set(wanted)),
+        }
+
+    def _survey(self) -> bool:
+        """Look for generators that nobody put back; if a run uses one, record again with it put back."""
+        self.progress.describe("looking for private generators")
+        seen: list[Survey] = []
+        self.session.execute(recorded=False, around=_kept(survey(), seen))
+        states = self.session.generators.with_survey(seen[0])
+        for name, reason in states.lost:
+            message = f"{name} is drawn from and could not be put back: {reason}"
+            self.findings.append(Finding("rng-consumed", None, message))
+        if len(states.saved) == len(self.session.generators.saved) or self.session.rebuild:
+            return False
+        self.session.generators = states
+        self._start_again(rebuild=False)
+        return True
+
+    def _examine(self, report: Report) -> dict[CallKey, Origin]:
+        """The capture pass, for origins that are not explained by what they remember."""
+        self.progress.describe("capturing the origins")
+        remember = {f.module for f in report.findings if f.kind == "history-dependent"}
+        origins = [origin for origin in report.origins if origin.module not in remember]
+        if not origins:
+            return {}
+        attempts = max(10, self.options.runs)
+        captures = CapturePass(self.session, origins, attempts=attempts, advance=self.progress.advance)
+        examined, nan = captures.examine()
+        if nan:
+            self.findings.append(Finding("nan", examined[0].module, "an origin's output holds NaN"))
+        for origin in examined:
+            if origin.value_equal:
+                message = "its outputs differ in bits but are equal as values (signed zeros, NaN payloads)"
+                self.findings.append(Finding("value-equal", origin.module, message))
+        return {key_of(origin): origin for origin in examined}
+
+    def _history(self) -> None:
+        """The same sequence in two fresh processes, with this one's model out of the way."""
+        rebuild = self.session.rebuild
+        self.session.release()
+        for number, condition in enumerate(HISTORY, 1):
+            self.progress.describe(f"history control: fresh process {number} of {len(HISTORY)}")
+            launch(
+                Job(
+                    spec=self.spec,
+                    options=self.options,
+                    trace=self.writer.path,
+                    condition=condition,
+                    process=number,
+                    first_position=0,
+                    schedule=self.options.schedule(),
+                    output=self.output.path,
+                    rebuild=rebuild,
+                    generators=self._generators,
+                    write_unrecorded=False,
+                )
+            )
+            self.progress.advance()
+
+
+@contextlib.contextmanager
+def _kept(context: AbstractContextManager[T], into: list[T]) -> Iterator[None]:
+    """``context`` with the value it gives on entry put in a list."""
+    with context as value:
+        into.append(value)
+        yield

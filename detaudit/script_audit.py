@@ -1,0 +1,103 @@
+"""The audit of a script target: every run is a fresh process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from detaudit.analysis import CallKey, analyze_trace, key_of, merge
+from detaudit.capture import NO_NUMBERS, Kept, Numbers, numbers_of
+from detaudit.core.records import Origin, Report
+from detaudit.hooks import generators
+from detaudit.options import Options
+from detaudit.output import TargetOutput
+from detaudit.progress import Progress
+from detaudit.target import TargetSpec
+from detaudit.trace import TraceWriter
+from detaudit.worker import Job, launch
+
+CAPTURE_ATTEMPTS = 5
+RESTORED: Mapping[str, Any] = {
+    "process": "a fresh one for every run",
+    "generators": "Python's, NumPy's and torch's begin every run with the same states",
+}
+
+
+class ScriptAudit:
+    """Use as a context manager: ``record()``, then ``report()``."""
+
+    def __init__(self, spec: TargetSpec, options: Options, writer: TraceWriter, progress: Progress) -> None:
+        self.spec = spec
+        self.options = options
+        self.writer = writer
+        self.progress = progress
+        self.output = TargetOutput(writer.path)
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="detaudit-")
+        self._generators = Path(self._folder.name, "generators")
+        self._generators.write_bytes(generators.capture().dump())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    def record(self) -> None:
+        """Make the runs of the schedule, each in a process of its own."""
+        schedule = self.options.schedule()
+        for position, recorded in enumerate(schedule):
+            self.progress.describe(f"run {position + 1} of {len(schedule)}")
+            self._launch(position, recorded=recorded)
+            self.progress.advance()
+
+    def report(self) -> Report:
+        """Compare the runs; where they differ, run again with the origins' outputs kept."""
+        left_out = [*self.options.exclude, *(f"all but {glob}" for glob in self.options.only)]
+        report = analyze_trace(self.writer, {"restored": RESTORED, "coverage": {}, "excluded": left_out})
+        return merge(report, examined=self._examine(report.origins))
+
+    def _launch(self, position: int, *, recorded: bool = True, **capture: Any) -> None:
+        launch(
+            Job(
+                spec=self.spec,
+                options=self.options,
+                trace=self.writer.path,
+                condition="fresh-process",
+                process=position + 1,
+                first_position=position,
+                schedule=(recorded,),
+                output=self.output.path,
+                generators=self._generators,
+                **capture,
+            )
+        )
+
+    def _examine(self, origins: tuple[Origin, ...]) -> dict[CallKey, Origin]:
+        """Numbers for the origins whose inputs agree in two further runs."""
+        left = {key_of(origin): origin for origin in origins}
+        examined: dict[CallKey, Origin] = {}
+        first: dict[CallKey, Kept] = {}
+        for attempt in range(CAPTURE_ATTEMPTS if left else 0):
+            self.progress.describe("capturing the origins")
+            kept = self._capture(len(self.options.schedule()) + attempt, tuple(left))
+            for key, call in kept.items():
+                known = first.setdefault(key, call)
+                if call.reason is None and call.inputs == known.inputs and call.output != known.output:
+                    examined[key] = numbers_of(known.tensors, call.tensors).onto(left.pop(key))
+            if not left:
+                break
+        for key, origin in left.items():
+            reason = first[key].reason or f"{NO_NUMBERS} ({CAPTURE_ATTEMPTS} runs)"
+            examined[key] = Numbers(reason=reason).onto(origin)
+        return examined
+
+    def _capture(self, position: int, keys: tuple[CallKey, ...]) -> dict[CallKey, Kept]:
+        file = Path(self._folder.name, f"captures-{position}")
+        self._launch(position, capture=keys, captures=file)
+        kept: dict[CallKey, Kept] = torch.load(file, weights_only=False)  # written by a process of our own
+        file.unlink()
+        return kept

@@ -1,0 +1,63 @@
+"""Executing a script target: once, in a process of its own."""
+
+from __future__ import annotations
+
+import runpy
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from detaudit.core.digest import make_digester
+from detaudit.core.recording import Run
+from detaudit.execution import HOOKS_OFF, Execution
+from detaudit.hooks.recorder import Recorder
+from detaudit.options import Options
+from detaudit.target import TargetSpec, import_context, target_errors
+
+
+def execute_script(
+    spec: TargetSpec,
+    options: Options,
+    *,
+    condition: str,
+    position: int,
+    process: int,
+    recorded: bool = True,
+    capture: Iterable[tuple[str, int]] = (),
+) -> Execution:
+    """Run the file as ``__main__`` with its arguments; the outermost calls' outputs are the final output.
+
+    A run that is not recorded keeps only those outputs: nothing else in it is digested.
+
+    Raises:
+        TargetRaised: it raised, or ended with a failure.
+    """
+    digester = make_digester("cuda" if torch.version.cuda else "cpu")
+    recorder = (
+        Recorder(digester, only=options.only, exclude=options.exclude)
+        if recorded
+        else Recorder(digester, exclude=("*",))
+    )
+    namespace: dict[str, Any] = {}
+    begun = time.perf_counter()
+    with (
+        import_context(spec),
+        recorder.run(capture=set(capture), capture_bytes=options.capture_bytes) as recording,
+        target_errors(spec, f"it ran (run {position + 1})"),
+    ):
+        # Held until the digests are read: a script's modules would otherwise die with its namespace.
+        namespace = runpy.run_path(str(spec.path), run_name="__main__")
+    seconds = time.perf_counter() - begun
+    namespace.clear()
+    run = Run(
+        condition=condition if recorded else HOOKS_OFF,
+        position=position,
+        process=process,
+        calls=recording.calls if recorded else (),
+        records={"final": recording.final},
+        unobserved=recording.unobserved,
+        seconds=seconds,
+    )
+    return Execution(run, recording.captured)

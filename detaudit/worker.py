@@ -1,0 +1,181 @@
+"""Runs of a target in a fresh process: every run of a script, and the history control of a function target.
+
+The auditing process writes a job file, starts ``python -m detaudit.worker JOB RESULT`` and waits. The worker
+appends its runs to the trace and leaves a result file; what went wrong in it is raised again by the auditing
+process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from detaudit.capture import keep
+from detaudit.core import errors
+from detaudit.core.errors import EXIT_INTERRUPTED, DetauditError, TargetRaised
+from detaudit.environment import environment
+from detaudit.execution import HOOKS_OFF, Execution, Session
+from detaudit.options import Options
+from detaudit.scripted import execute_script
+from detaudit.target import TargetSpec, load
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker is to do.
+
+    Args:
+        condition: of the recorded runs.
+        process: identifies the worker in the trace.
+        first_position: of its first run.
+        schedule: for each run in order, whether it is recorded.
+        rebuild: whether the model is built again for every run.
+        output: file that takes what the target prints.
+        generators: file with the generator states to begin with.
+        write_unrecorded: whether runs that are not recorded go into the trace, as ``hooks-off``.
+        capture: (module path, call) pairs whose outputs are kept in the file ``captures``; such a run goes not
+            into the trace.
+    """
+
+    spec: TargetSpec
+    options: Options
+    trace: Path
+    condition: str
+    process: int
+    first_position: int
+    schedule: tuple[bool, ...]
+    output: Path
+    rebuild: bool = False
+    generators: Path | None = None
+    write_unrecorded: bool = True
+    capture: tuple[tuple[str, int], ...] = ()
+    captures: Path | None = None
+
+    def dumps(self) -> str:
+        return json.dumps(dataclasses.asdict(self), default=str)
+
+    @classmethod
+    def loads(cls, text: str) -> Job:
+        data = json.loads(text)
+        spec, options = data["spec"], data["options"]
+        paths = {name: None if data[name] is None else Path(data[name]) for name in _PATHS}
+        return cls(
+            **{
+                **data,
+                **paths,
+                "spec": TargetSpec(Path(spec["path"]), spec["factory"], tuple(spec["argv"])),
+                "options": Options(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}),
+                "schedule": tuple(data["schedule"]),
+                "capture": tuple((module, call) for module, call in data["capture"]),
+            }
+        )
+
+
+_PATHS = ("trace", "output", "generators", "captures")
+
+
+def launch(job: Job) -> None:
+    """Do a job in a fresh process and wait for it.
+
+    Raises:
+        TargetRaised: the target raised, called ``sys.exit`` with a failure, or took its process down.
+        DetauditError: whatever else the worker could not do.
+        KeyboardInterrupt: the worker was interrupted.
+    """
+    with tempfile.TemporaryDirectory(prefix="detaudit-") as folder:
+        job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
+        job_file.write_text(job.dumps())
+        job.output.parent.mkdir(parents=True, exist_ok=True)
+        with job.output.open("ab") as output:
+            command = [sys.executable, "-m", "detaudit.worker", str(job_file), str(result_file)]
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
+            )
+        result = json.loads(result_file.read_text()) if result_file.exists() else None
+    if result is None or done.returncode == EXIT_INTERRUPTED:
+        if done.returncode in (EXIT_INTERRUPTED, -2):
+            raise KeyboardInterrupt
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        raise TargetRaised(
+            f"{job.spec.path}: the process of run {job.first_position + 1} ended with {how} "
+            f"before the run was over; what it printed is in {job.output}"
+        )
+    if result["error"] is not None:
+        raise _rebuild(result["error"])
+
+
+def _rebuild(error: dict[str, Any]) -> DetauditError:
+    kind = getattr(errors, error["class"], DetauditError)
+    if kind is TargetRaised:
+        return TargetRaised(error["message"], error["frames"])
+    rebuilt: DetauditError = kind(error["message"])
+    return rebuilt
+
+
+def work(job: Job) -> None:
+    """Do a job in this process."""
+    from detaudit.hooks import generators
+    from detaudit.trace import TraceWriter
+
+    if job.generators is not None:
+        generators.load(job.generators.read_bytes())
+    with TraceWriter.append(job.trace) as writer:
+        for execution in _script_runs(job) if job.spec.is_script else _function_runs(job):
+            if job.captures is not None:
+                torch.save(keep(execution), job.captures)
+            elif execution.run.condition != HOOKS_OFF or job.write_unrecorded:
+                writer.add_run(execution.run)
+        if job.spec.is_script and job.first_position == 0:
+            writer.set_meta("environment", environment())
+
+
+def _function_runs(job: Job) -> Iterator[Execution]:
+    target = load(job.spec)
+    with Session(target, job.options, condition=job.condition, process=job.process) as session:
+        session.rebuild = job.rebuild
+        for recorded in job.schedule:
+            yield session.execute(recorded=recorded, capture=job.capture)
+
+
+def _script_runs(job: Job) -> Iterator[Execution]:
+    for offset, recorded in enumerate(job.schedule):
+        yield execute_script(
+            job.spec,
+            job.options,
+            condition=job.condition,
+            position=job.first_position + offset,
+            process=job.process,
+            recorded=recorded,
+            capture=job.capture,
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of the worker process; 0 also where the target failed, which the result file says."""
+    job_file, result_file = Path(argv[0]), Path(argv[1])
+    error: dict[str, Any] | None = None
+    try:
+        work(Job.loads(job_file.read_text()))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except DetauditError as caught:
+        error = {
+            "class": type(caught).__name__,
+            "message": str(caught),
+            "frames": getattr(caught, "frames", ""),
+        }
+    result_file.write_text(json.dumps({"error": error}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
