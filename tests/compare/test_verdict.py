@@ -23,7 +23,7 @@ def test_equal_runs_are_deterministic_with_their_bound() -> None:
     assert (report.runs, report.runs_differing, report.distinct_outputs) == (20, 0, 1)
     assert report.rate.high == upper_bound(19)
     assert (report.target, report.trace, report.environment) == ("model.py", "t.detaudit", {"torch": "2.13"})
-    assert report.coverage["calls"] == report.coverage["modules"] == 2
+    assert report.coverage["calls"] == report.coverage["modules_called"] == 2
     assert not report.origins
     assert not report.findings
     assert Report.from_json(report.to_json()) == report
