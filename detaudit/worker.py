@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,8 +110,11 @@ def launch(job: Job) -> None:
             f"{job.spec.path}: the process of run {job.first_position + 1} ended with {how} "
             f"before the run was over; what it printed is in {job.output}"
         )
-    if result["error"] is not None:
-        raise _rebuild(result["error"])
+    error = result["error"]
+    if error is not None and error["class"] is None:
+        raise RuntimeError(f"the worker of run {job.first_position + 1} failed:\n{error['message']}")
+    if error is not None:
+        raise _rebuild(error)
 
 
 def _rebuild(error: dict[str, Any]) -> DetauditError:
