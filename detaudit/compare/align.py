@@ -1,10 +1,10 @@
 """Which call of one run corresponds to which call of another.
 
-Runs with the same sequence of (module, parent, via) correspond by index. Where the sequences part, every call
-behind the first difference is matched under its parent: first with a call of the same module on the same
-arguments, then with the next free call of the same module. What stays unmatched is a node of its own, which the
-other runs lack. Wrong matches cost completeness, never correctness: a call is judged only where two runs gave
-the same module the same inputs.
+Runs with the same sequence of (module, parent, via) correspond by index. Where the sequences part, every
+call behind the first difference is matched under its parent: first with a call of the same module on the
+same arguments, then with the next free call of the same module. What stays unmatched is a node of its own,
+which the other runs lack. Wrong matches cost completeness, never correctness: a call is judged only where two
+runs gave the same module the same inputs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ABSENT = -1
 class Parting:
     """Where a class takes another way than the reference: the innermost module around the first difference.
 
-    ``module`` is an index into ``TraceView.modules``, ``None`` outside of all modules. ``extra`` and ``lacking``
-    are the modules called next in this class and in the reference, where there are such calls.
+    ``module`` is an index into ``TraceView.modules``, ``None`` outside of all modules. ``extra`` and
+    ``lacking`` are the modules that it calls next in this class and in the reference, where it does.
     """
 
     module: int | None

@@ -143,7 +143,7 @@ class _Analysis:
         return Finding(
             "unobserved-producer",
             None,
-            "only runs whose calls were not compared differ (hooks off, or another process): no call can be named",
+            "only runs with hooks off, or of the history control, differ: no call can be named",
         )
 
     def _observed(self) -> bool:

@@ -1,10 +1,12 @@
-"""Findings beside the origins. Each function answers one question and says it in one sentence, or not at all."""
+"""Findings beside the origins. Each function answers one question, in one sentence or not at all."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress, count
 
+from detaudit.compare.align import Parting
 from detaudit.compare.classes import FINAL, INPUTS
 from detaudit.compare.hidden import AFTER, BEFORE
 from detaudit.compare.history import History
@@ -33,32 +35,28 @@ def inputs_differ(view: TraceView, runs: Sequence[RunColumns]) -> Finding | None
 
 def control_flow(view: TraceView, located: Located) -> Iterator[Finding]:
     """A different sequence of calls, and calls that raise in some runs only."""
-    aligned, total = located.aligned, len(located.runs)
-    seen: dict[tuple[int | None, int], int] = {}
+    aligned = located.aligned
+    weights: Counter[tuple[int | None, int]] = Counter()
+    first: dict[tuple[int | None, int], Parting] = {}
     for parting in aligned.partings:
         place = (parting.module, parting.call)
-        seen[place] = seen.get(place, 0) + parting.weight
-    for parting in aligned.partings:
-        weight = seen.pop((parting.module, parting.call), 0)
-        if not weight:
-            continue
+        weights[place] += parting.weight
+        first.setdefault(place, parting)
+    for place, parting in first.items():
         path = None if parting.module is None else view.modules[parting.module].path
-        where = "outside of all modules" if path is None else f"in {path or 'the root'} (call {parting.call})"
-        goes, went = (
-            "ends there" if module is None else f"calls {view.modules[module].path or 'the root'}"
-            for module in (parting.extra, parting.lacking)
-        )
+        where = "outside of all modules" if path is None else f"in {_title(path)} (call {parting.call})"
         yield Finding(
             "control-flow",
             path,
-            f"{weight} of {total} runs make other calls, first {where}: a run {goes} where most {went.replace('calls', 'call', 1).replace('ends', 'end', 1)}",
+            f"{weights[place]} of {len(located.runs)} runs make other calls than the most common one, first "
+            f"{where}: {_next(view, parting.extra)} instead of {_next(view, parting.lacking)}",
         )
-    for node in _unequal_flags(located):
-        info = view.modules[aligned.module[node]]
+    for node in _unequal_errors(located):
+        path = view.modules[aligned.module[node]].path
         flags = {view.flags[aligned.flags[k][node]] for k in aligned.present(node)}
-        errors = sorted({error for _, error in flags if error is not None})
-        message = f"{info.path or 'the root'} (call {aligned.ordinal(node)}) raises {' or '.join(errors)} in some runs"
-        yield Finding("control-flow", info.path, message)
+        errors = " or ".join(sorted({error for _, error in flags if error is not None}))
+        message = f"{_title(path)} (call {aligned.ordinal(node)}) raises {errors} in some runs only"
+        yield Finding("control-flow", path, message)
 
 
 def stateful(view: TraceView, runs: Sequence[RunColumns]) -> Iterator[Finding]:
@@ -88,7 +86,7 @@ def carried_state(view: TraceView, located: Located) -> Iterator[Finding]:
         yield Finding(
             "history-dependent",
             path,
-            f"{path or 'the root'} enters runs with state that earlier runs left behind: {_some(item.sites)}",
+            f"{_title(path)} enters runs with state that earlier runs left behind: {_some(item.sites)}",
         )
 
 
@@ -99,8 +97,8 @@ def hidden_state(history: History | None, differs: bool, origins: Sequence[Origi
     return Finding(
         "history-dependent",
         origins[0].module if origins else None,
-        f"two fresh processes that ran the same sequence agree at all {history.positions} positions while runs "
-        "differ along it: hidden state (a cache, a counter, a generator, a tuned kernel), not a race",
+        f"two fresh processes that ran the same sequence agree at all {history.positions} positions while "
+        "runs differ along it: hidden state (a cache, a counter, a generator, a tuned kernel), not a race",
     )
 
 
@@ -111,8 +109,8 @@ def first_run_differs(keys: Sequence[object], origins: Sequence[Origin]) -> Find
     return Finding(
         "first-run-differs",
         origins[0].module if origins else None,
-        f"only the first run differs; the {len(keys) - 1} after it are equal (warm-up, tuning or a lazily made "
-        "cache, as far as so few runs can show)",
+        f"only the first run differs; the {len(keys) - 1} after it are equal, as with warm-up, tuning or a "
+        "cache made on first use",
     )
 
 
@@ -138,7 +136,7 @@ def mutates_input(view: TraceView, located: Located) -> Iterator[Finding]:
         if changed[module]:
             path = view.modules[module].path
             names = _some([site.removeprefix("mutated.") for site in sorted(changed[module])])
-            yield Finding("mutates-input", path, f"{path or 'the root'} changes its inputs in place: {names}")
+            yield Finding("mutates-input", path, f"{_title(path)} changes its inputs in place: {names}")
 
 
 def unobserved_output(view: TraceView, located: Located) -> Finding | None:
@@ -167,8 +165,8 @@ def value_equal(origins: Sequence[Origin]) -> Iterator[Finding]:
             yield Finding(
                 "value-equal",
                 origin.module,
-                f"the outputs of {origin.module or 'the root'} differ in bits and are equal as numbers (-0.0 and "
-                "0.0, or NaNs with other payloads)",
+                f"the outputs of {_title(origin.module)} differ in bits and are equal as numbers: -0.0 and "
+                "0.0, or NaNs with other payloads",
             )
 
 
@@ -191,7 +189,15 @@ def unique(findings: Iterable[Finding | None]) -> tuple[Finding, ...]:
     return tuple(dict.fromkeys(finding for finding in findings if finding is not None))
 
 
-def _unequal_flags(located: Located) -> list[int]:
+def _title(path: str) -> str:
+    return path or "the root"
+
+
+def _next(view: TraceView, module: int | None) -> str:
+    return "no further call" if module is None else f"a call of {_title(view.modules[module].path)}"
+
+
+def _unequal_errors(located: Located) -> list[int]:
     """The innermost calls that end with an exception in some runs only."""
     aligned = located.aligned
     columns = aligned.flags

@@ -1,4 +1,4 @@
-"""History control: two fresh processes ran the same sequence; run k of one is compared with run k of the other."""
+"""History control: two fresh processes ran the same sequence, and run k is compared with run k."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from detaudit.core.records import Origin
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """What the comparison of some runs found. ``nodes``: all origins, one or more per entry of ``origins``."""
+    """What the comparison of some runs found. ``nodes``: all origins, at least one per ``origins``."""
 
     runs: Sequence[RunColumns]
     aligned: Aligned

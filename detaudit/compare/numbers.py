@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from itertools import chain
 
 from detaudit.core.recording import Value
 
@@ -25,10 +24,9 @@ def numbers(value: Value) -> Sequence[float] | None:
     if value.raw is None:
         return None
     if value.dtype == "bfloat16":  # the upper half of a float32
-        halves = (value.raw[i : i + 2] for i in range(0, len(value.raw), 2))
-        return struct.unpack(
-            f"<{len(value.raw) // 2}f", b"".join(chain.from_iterable((b"\0\0", h) for h in halves))
-        )
+        widened = bytearray(2 * len(value.raw))
+        widened[2::4], widened[3::4] = value.raw[::2], value.raw[1::2]
+        return struct.unpack(f"<{len(value.raw) // 2}f", widened)
     if value.dtype == "python.float":
         return _scalar(value.raw)
     code = _FORMATS.get(value.dtype)
@@ -38,7 +36,10 @@ def numbers(value: Value) -> Sequence[float] | None:
 
 
 def values_equal(a: Value, b: Value) -> bool | None:
-    """Whether values that differ in bits are equal as numbers (-0.0 and 0.0, two NaNs); ``None`` if unknown."""
+    """Whether values that differ in bits are equal as numbers (-0.0 and 0.0, two NaNs).
+
+    ``None`` where it cannot be told.
+    """
     if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype in _INTEGERS:
         return False
     left, right = numbers(a), numbers(b)

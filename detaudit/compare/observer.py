@@ -62,8 +62,8 @@ class Observer:
             what = "with hooks on every run gives one output, with hooks off every run gives another"
         else:
             what = (
-                f"with hooks on {differing(self.on)} of {len(self.on) - 1} comparisons differ, with hooks off "
-                f"{differing(self.off)} of {len(self.off) - 1} (Fisher's exact test: p = {self.p_value:.2g})"
+                f"with hooks on {differing(self.on)} of {len(self.on) - 1} comparisons differ, with hooks "
+                f"off {differing(self.off)} of {len(self.off) - 1} (Fisher's exact p = {self.p_value:.2g})"
             )
         return Finding("observer-effect", None, f"observing changes the outcome: {what}")
 

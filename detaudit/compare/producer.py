@@ -1,4 +1,4 @@
-"""Where a difference comes from that no call can be accused of: the first call it shows at, and generators."""
+"""Differences that no call can be accused of: the first call they show at, and generators."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def unobserved_producer(view: TraceView, located: Located) -> Finding | None:
         "unobserved-producer",
         _path(view, aligned, within) if within >= 0 else None,
         f"no recorded call explains the difference: {_last_agreeing(view, aligned, node)}, then "
-        f"{_name(view, aligned, node)} {_entered(view, aligned, node)}; what differs was made between the two, "
-        f"{place} or where nothing is recorded",
+        f"{_name(view, aligned, node)} {_entered(view, aligned, node)}; what differs was made between the "
+        f"two, {place} or where nothing is recorded",
     )
 
 
@@ -56,8 +56,8 @@ def consumed_generator(view: TraceView, aligned: Aligned) -> Finding | None:
         return Finding(
             "rng-consumed",
             _path(view, aligned, before),
-            f"generator state ({names}) agrees on entry to {_name(view, aligned, before)} and differs on entry to "
-            f"{entered}, whose arguments agree: in between the runs drew a different amount of random numbers",
+            f"generator state ({names}) agrees on entry to {_name(view, aligned, before)} and differs on "
+            f"entry to {entered}, whose arguments agree: in between, runs drew random numbers differently",
         )
     return None
 

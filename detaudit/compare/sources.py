@@ -16,7 +16,7 @@ Inherited = Callable[[int], Sequence[Hashable]]
 """For a node, what beyond arguments and own state it was entered with: one key per class."""
 
 
-def distinct(columns: Sequence[Sequence[int]]) -> Iterable[int]:
+def distinct(columns: Sequence[Sequence[object]]) -> Iterable[int]:
     """For each row across the columns, how many different entries it has."""
     return map(len, map(set, zip(*columns, strict=True)))
 
@@ -31,12 +31,19 @@ def unequal(columns: Sequence[Sequence[int]]) -> Iterable[int]:
 
 
 def candidates(aligned: Aligned) -> list[int]:
-    """Nodes whose outputs are not all equal and whose inputs are not all different."""
+    """Nodes that classes left with more different (inputs, outputs) than they entered with inputs.
+
+    The cheaper question comes first: are outputs not all equal, and inputs not all different?
+    """
     inputs = _paired(aligned.args, aligned.state)
     outputs = _paired(aligned.out, aligned.flags)
     some_differ = map(gt, distinct(outputs), repeat(1))
     some_agree = map(lt, distinct(inputs), repeat(len(inputs)))
-    return list(compress(count(), map(and_, some_differ, some_agree)))
+    mask = list(map(and_, some_differ, some_agree))
+    inputs = [list(compress(column, mask)) for column in inputs]
+    pairs = [list(zip(column, compress(out, mask))) for column, out in zip(inputs, outputs, strict=True)]
+    more_pairs = map(gt, distinct(pairs), distinct(inputs))
+    return list(compress(compress(count(), mask), more_pairs))
 
 
 def groups(aligned: Aligned, node: int, inherited: Sequence[Hashable] | None = None) -> list[list[int]]:

@@ -1,9 +1,9 @@
 """Traces in memory: build the calls of a run as a nested tree, and get what ``analyze`` reads.
 
-    trace = MemoryTrace()
-    for noise in ("a", "b"):
-        trace.add([node("layer", x="x", y=noise)], final=noise)
-    analyze(trace)
+trace = MemoryTrace()
+for noise in ("a", "b"):
+    trace.add([node("layer", x="x", y=noise)], final=noise)
+analyze(trace)
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class MemoryTrace:
         **records: object,
     ) -> MemoryTrace:
         """Add a run. ``records``: run-level ones by name, ``__`` for a dot; a plain value stands at ``out``."""
-        columns = {
-            name: array("i") for name in ("module", "parent", "args", "state", "out", "flags")
-        }
+        columns = {name: array("i") for name in ("module", "parent", "args", "state", "out", "flags")}
         for call in calls:
             self._append(columns, call, -1)
         before = sum(run.process == process for run in self._runs)
