@@ -188,11 +188,12 @@ class Names:
             self._walk(tree, root)
 
     def _walk(self, tree: Tree, root: nn.Module) -> None:
+        met: dict[str, Place] = {}  # a wrapper and the module it wraps are one place
         for path, member in named_modules(root):
             entry = self._places.get(id(member))
             if entry is not None and entry[0]() is member:
                 continue
-            place = Place(tree, path, type(innermost(member)).__name__)
+            place = met.setdefault(path, Place(tree, path, type(innermost(member)).__name__))
             named = (weakref.ref(member), place)
             self._places[id(member)] = named
             hooks: Any = member.__dict__.get("_forward_hooks")

@@ -98,7 +98,7 @@ class RecordedRun:
         self._is_diverted = False
         self._top: list[Frame] = []
         self._outermost: list[Frame] = []
-        self._ordinals: Counter[Place] = Counter()
+        self._ordinals: Counter[str] = Counter()
         self._closed: dict[Place, tuple[str, list[Place]]] = {}
         self._notes: dict[tuple[str, str, str], None] = {}
 
@@ -216,8 +216,9 @@ class RecordedRun:
     def _enter(self, frame: Frame) -> None:
         place, module = frame.place, frame.module
         assert module is not None
-        frame.live_ordinal = self._ordinals[place]
-        self._ordinals[place] += 1
+        live_name = self.names.live_name(place)
+        frame.live_ordinal = self._ordinals[live_name]
+        self._ordinals[live_name] += 1
         closed = is_closed(module)
         if closed and place not in self._closed and not frame.inside_closed:
             kind = "TorchScript" if isinstance(module, torch.jit.ScriptModule) else "compiled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ def settings() -> dict[str, Setting]:
     for name in ("deterministic", "benchmark", "enabled"):
         found[f"cudnn.{name}"] = _attribute(torch.backends.cudnn, name)
     for name in (n for n in vars(hooks) if n.startswith("_global_") and isinstance(vars(hooks)[n], dict)):
-        found[name] = Setting(lambda held=getattr(hooks, name): tuple(held))  # type: ignore[misc]
+        found[name] = Setting(functools.partial(tuple, vars(hooks)[name]))
     return found
 
 
@@ -110,7 +111,7 @@ def _unwrap_methods() -> None:
     for path in list(wrapped_methods()):
         for cls in _classes_named(path.rpartition(".")[0]):
             name = path.rpartition(".")[2]
-            method = cls.__dict__.get(name)
+            method: Any = cls.__dict__.get(name)
             if _is_wrapper(method):
                 setattr(cls, name, method.__wrapped__)
 
