@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from detaudit.core.digest import NotObservable, as_words, parts, unseen
+from detaudit.hooks.copies import Storages, copy_tensor
 from detaudit.hooks.reach import reachable, step
 
 _SHARED = (nn.Parameter, nn.Module, torch.Generator)
@@ -33,7 +33,7 @@ class InputCopies:
     def __init__(self, inputs: object, site: str = "inputs") -> None:
         self.notes: list[tuple[str, str]] = []
         self._pairs: list[tuple[str, Tensor, Tensor]] = []
-        storages: dict[int, torch.UntypedStorage] = {}
+        storages = Storages()
         memo: dict[int, Any] = {}
         for path, value in reachable(site, inputs):
             if isinstance(value, _SHARED):
@@ -49,12 +49,11 @@ class InputCopies:
         """
         return tuple(path for path, original, given in self._pairs if not _same(original, given))
 
-    def _copy(self, path: str, tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    def _copy(self, path: str, tensor: Tensor, storages: Storages) -> Tensor:
         if tensor.grad_fn is not None:
             self.notes.append((path, "it has a gradient history, which the copy has not"))
         try:
-            with torch.inference_mode(tensor.is_inference()):
-                twin = _copy_any(tensor, storages)
+            twin = copy_tensor(tensor, storages)
         except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
             self.notes.append((path, f"not copied ({type(error).__name__}: {error})".splitlines()[0]))
             return tensor
@@ -74,39 +73,6 @@ class InputCopies:
                 return type(value)(self._rebuild(f"{path}[{i}]", item, memo) for i, item in enumerate(value))
         self.notes.append((path, reason))
         return value
-
-
-def _copy_any(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    if is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: _copy_any(getattr(tensor, name), storages) for name in names}
-        rebuild: Any = type(tensor).__tensor_unflatten__
-        with _disable_current_modes():
-            wrapped: Tensor = rebuild(inner, context, tensor.shape, tensor.stride())
-        return wrapped.requires_grad_(tensor.requires_grad)
-    with unseen():
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-            twin = tensor.detach().clone()
-        else:
-            twin = _copy_strided(tensor, storages)
-    return twin.requires_grad_(tensor.requires_grad)
-
-
-def _copy_strided(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    storage = tensor.untyped_storage()
-    if storage._cdata not in storages:
-        twin_storage = storage.clone()  # type: ignore[no-untyped-call]
-        storages[storage._cdata] = twin_storage.pin_memory() if tensor.is_pinned() else twin_storage
-    twin = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    twin.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
-    if tensor.is_conj():
-        twin = twin.conj()
-    if tensor.is_neg():
-        twin = torch._neg_view(twin)
-    if type(tensor) is not Tensor:
-        twin = twin.as_subclass(type(tensor))
-    vars(twin).update(vars(tensor))
-    return twin
 
 
 def _same(original: Tensor, given: Tensor) -> bool:
