@@ -262,15 +262,13 @@ def traced(module: nn.Module, x: Tensor) -> Any:
 
 
 class Scriptable(nn.Module):
-    seen: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.add_(1)
+        self.seen.add_(1)  # type: ignore[operator]
         return nn.functional.relu(self.linear(x))
 
 
