@@ -21,7 +21,7 @@ from detaudit.options import Options
 from detaudit.output import TargetOutput
 from detaudit.progress import Progress
 from detaudit.target import TargetSpec, load
-from detaudit.trace import TraceWriter
+from detaudit.trace import TraceWriter, captures_dir
 from detaudit.worker import Job, launch
 
 SUPERSEDED = "superseded"
@@ -82,7 +82,9 @@ class FunctionAudit:
                 report = self._analyze()
             if report.origins:
                 examined = self._examine(report)
-        kernels, found = confirm_kernels(self.session, report, self.options, self.progress)
+        kernels, found = confirm_kernels(
+            self.session, report, self.options, self.progress, captures_dir(self.writer.path)
+        )
         self.findings += found
         if report.verdict == "nondeterministic" and self.options.history:
             meta = self._meta()

@@ -43,8 +43,8 @@ class Job:
         output: file that takes what the target prints.
         generators: file with the generator states to begin with.
         write_unrecorded: whether runs that are not recorded go into the trace, as ``hooks-off``.
-        capture: (module path, call) pairs whose outputs are kept in the file ``captures``; such a run goes not
-            into the trace.
+        capture: (module path, call) pairs whose outputs are kept in the file ``captures``; such a run does
+            not go into the trace.
     """
 
     spec: TargetSpec
@@ -172,11 +172,10 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except DetauditError as caught:
-        error = {
-            "class": type(caught).__name__,
-            "message": str(caught),
-            "frames": getattr(caught, "frames", ""),
-        }
+        frames = getattr(caught, "frames", "")
+        error = {"class": type(caught).__name__, "message": str(caught), "frames": frames}
+    except Exception:
+        error = {"class": None, "message": traceback.format_exc()}
     result_file.write_text(json.dumps({"error": error}))
     return 0
 
