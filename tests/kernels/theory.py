@@ -59,18 +59,26 @@ def combine(*relative: float) -> float:
     return math.sqrt(math.prod(1 + r * r for r in relative) - 1)
 
 
+def swiglu_error(relative: float, samples: int = 1 << 20) -> float:
+    """Relative error of u * silu(g) for unit Gaussian u and g, each with an independent relative error."""
+    u, g, du, dg = _gaussians(samples)
+    exact = u * torch.nn.functional.silu(g)
+    moved = (u + relative * du) * torch.nn.functional.silu(g + relative * dg)
+    return float((moved - exact).norm() / exact.norm())
+
+
 def moe_error(noise: float, samples: int = 1 << 20) -> float:
     """Relative RMS error of an NVFP4 MoE layer with SwiGLU on unit Gaussian inputs, weights of variance 1/K.
 
     ``noise`` is that of weights and inputs. The first GEMM has combine(noise, noise) on up and on gate;
-    SwiGLU passes it on (integrated over u, g and their errors); the product is quantized (``sampled_noise``
-    of it) and meets the weights of the second GEMM. The weighted sum over experts keeps the ratio, their
-    errors being independent.
+    SwiGLU passes it on; the product is quantized (``sampled_noise`` of it) and meets the weights of the
+    second GEMM. The weighted sum over experts keeps the ratio, their errors being independent.
     """
+    u, g, _, _ = _gaussians(samples)
+    activation = swiglu_error(combine(noise, noise), samples)
+    return combine(activation, sampled_noise(u * torch.nn.functional.silu(g)), noise)
+
+
+def _gaussians(samples: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    u, g, du, dg = torch.randn(4, samples, generator=generator, dtype=torch.float64)
-    first = combine(noise, noise)
-    exact = u * torch.nn.functional.silu(g)
-    moved = (u + first * du) * torch.nn.functional.silu(g + first * dg)
-    activation = ((moved - exact).norm() / exact.norm()).item()
-    return combine(activation, sampled_noise(exact), noise)
+    return torch.randn(4, samples, generator=generator, dtype=torch.float64)
