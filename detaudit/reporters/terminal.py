@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import IO
 
 from rich.console import Console, RenderableType
@@ -13,9 +13,9 @@ from rich.tree import Tree
 
 from detaudit.core.records import KernelReport, Report, VariantResult
 from detaudit.reporters import wording
+from detaudit.reporters.console import PLAIN_WIDTH, on_console
 from detaudit.reporters.tree import Line, module_tree
 
-PLAIN_WIDTH = 100
 MOST_LISTED = 10
 _COLOUR = {"deterministic": "bold green", "nondeterministic": "bold red", "inconclusive": "bold yellow"}
 _OUTCOME_COLOUR = {"confirmed": "bold green"}
@@ -32,7 +32,7 @@ class TerminalReporter:
         self.width = width
 
     def render(self, report: Report, stream: IO[str]) -> None:
-        _write(stream, self.width, lambda console: _print(console, report))
+        on_console(stream, self.width, lambda console: _print(console, report))
 
 
 def render_kernels(kernels: Iterable[KernelReport], stream: IO[str], width: int | None = None) -> None:
@@ -42,20 +42,7 @@ def render_kernels(kernels: Iterable[KernelReport], stream: IO[str], width: int 
         for kernel in kernels:
             _kernel(console, kernel)
 
-    _write(stream, width, show)
-
-
-def _write(stream: IO[str], width: int | None, show: Callable[[Console], None]) -> None:
-    console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
-    if width is not None:
-        console.width = width
-    elif not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    # Captured and written by us: rich would end the process with 1 on a closed pipe.
-    with console.capture() as capture:
-        show(console)
-    text = "\n".join(line.rstrip() for line in capture.get().splitlines())
-    stream.write(text.lstrip("\n") + "\n")
+    on_console(stream, width, show)
 
 
 def _print(console: Console, report: Report) -> None:

@@ -8,9 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
+from detaudit.commands import doctor
 from detaudit.core.records import Report
+from detaudit.doctor import diagnose
 from detaudit.reporters import reporter
 from detaudit.reporters.terminal import TerminalReporter
+from tests.cli.machines import B200, H200, machine
 from tests.golden.reports import ALL
 
 Golden = Callable[[str, str], None]
@@ -71,3 +74,11 @@ def test_force_color_colours_and_no_color_does_not(monkeypatch: pytest.MonkeyPat
     assert "\x1b[1;31m" in text_of(ALL["nondeterministic"](), "terminal")
     monkeypatch.setenv("NO_COLOR", "1")
     assert "31m" not in text_of(ALL["nondeterministic"](), "terminal")
+
+
+@pytest.mark.parametrize("name", ["h200", "b200", "cpu"])
+def test_doctor(name: str, golden: Golden) -> None:
+    gpus = {"h200": [H200], "b200": [B200], "cpu": []}[name]
+    stream = io.StringIO()
+    doctor.render(diagnose(machine(*gpus)), stream)
+    golden(f"doctor_{name}", stream.getvalue())
