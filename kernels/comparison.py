@@ -88,7 +88,7 @@ class Agreement:
     runs_differing: int
     distinct: int
     rows_differing: int
-    rows_total: int
+    rows_total: int | None
     max_ulp: int | None
     max_abs: float | None
     follows_fill: bool

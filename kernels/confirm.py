@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from detaudit.core.errors import DetauditError, UsageError
 from detaudit.core.records import KernelReport, VariantResult
 from detaudit.kernels.backend import Backend, Options, Role, Unavailable, Variant
@@ -88,7 +86,7 @@ def confirm_with(
         here = case.to(availability.device)
         variants = backend.variants(here, options or Options())
         results = run_variants(backend, here, variants, runs=runs, progress=progress)
-    except (DetauditError, torch.OutOfMemoryError, MemoryError) as error:
+    except (DetauditError, RuntimeError, MemoryError) as error:
         text = " ".join(str(error).split())
         return _unsupported(case, backend.name, f"the case could not be set up: {text}")
     asked = next((i for i, variant in enumerate(variants) if variant.asked), None)

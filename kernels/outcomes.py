@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from detaudit.core.errors import EXIT_INCONCLUSIVE, EXIT_NONDETERMINISTIC, EXIT_STABLE
 from detaudit.core.records import KernelReport, Outcome, VariantResult
@@ -64,8 +65,7 @@ def _without_difference(ran: Sequence[VariantResult]) -> Decision:
         return Decision("vacuous-control", f"the fused kernel {what} in {control.name}", control.name)
     control = max(fused, key=lambda result: result.runs)
     reason = (
-        f"{control.name} ran the fused kernel {control.runs} times and did not differ "
-        f"(at most {control.bound:.2g} of runs, 95%)"
+        f"{control.name} ran the fused kernel {control.runs} times and did not differ ({_bound(control)})"
     )
     return Decision("not-reproduced", reason, control.name)
 
@@ -85,8 +85,13 @@ def _with_difference(
             "tune and capture again, or rule the fused kernel out as recommended"
         )
         return Decision("vacuous-control", reason, control.name, stable)
-    names = " and ".join(f"{c.name} in 0 of {c.runs} (at most {c.bound:.2g}, 95%)" for c in stable)
+    names = " and ".join(f"{c.name} in 0 of {c.runs} ({_bound(c)})" for c in stable)
     return Decision("confirmed", f"{seen}, {names}", control.name, stable)
+
+
+def _bound(result: VariantResult) -> str:
+    """Rounded up: a bound must stay one."""
+    return f"at most {ceil(result.bound * 1000 - 1e-9) / 10:.1f}% of runs, 95% confidence"
 
 
 def _no_candidate(safe: Sequence[VariantResult]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
+from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def run_variants(
 
 
 class _Trial:
-    """One variant on its way through its runs."""
+    """One variant on its way through its runs. Whatever it raises becomes its ``failure``."""
 
     def __init__(self, case: Case, variant: Variant) -> None:
         self.case = case
@@ -76,38 +77,36 @@ class _Trial:
         self.fused: bool | None = None
         self.times: list[float] = []
         self.done = 0
-        self._prepared: Prepared | None = None
-        self.comparison: Comparison | None = None
+        self._live: tuple[Prepared, Comparison] | None = None
         self._clock = _Clock(case.device)
-        self._fill_at = (FILLS[i % len(FILLS)] for i in count())
+        self._fills = cycle(FILLS)
 
     def start(self, backend: Backend, ring: Ring | None) -> Ring | None:
         """Prepare, and make the run that all others are compared with."""
         try:
             watched = {n: t.clone() for n, t in self.case.tensors.items() if t.nbytes <= WATCHED_BYTES}
-            self._prepared = backend.prepare(self.case, self.variant)
-            with self._prepared.active():
-                fill = next(self._fill_at)
-                self._prepared.poison(fill)
-                output = self._prepared.run()
+            prepared = backend.prepare(self.case, self.variant)
+            with prepared.active():
+                fill = next(self._fills)
+                prepared.poison(fill)
+                output = prepared.run()
                 self._require_unchanged(watched)
                 if ring is None or not ring.fits(output):
                     ring = Ring(output)
-                self.comparison = Comparison(output, fill, ring)
-                self.tactic, self.fused = self._prepared.tactic(), self._prepared.fused()
+                self._live = prepared, Comparison(output, fill, ring)
+                self.tactic, self.fused = prepared.tactic(), prepared.fused()
         except Exception as error:
             self._fail(error, "before its first output")
         return ring
 
     def batch(self, runs: int) -> None:
         """Up to a ring's worth of further runs."""
-        prepared, comparison = self._prepared, self.comparison
-        assert prepared is not None
-        assert comparison is not None
+        assert self._live is not None
+        prepared, comparison = self._live
         try:
             with prepared.active():
                 while self.done + comparison.pending < runs and not comparison.full:
-                    fill = next(self._fill_at)
+                    fill = next(self._fills)
                     prepared.poison(fill)
                     with self._clock:
                         output = prepared.run()
@@ -118,6 +117,21 @@ class _Trial:
         except Exception as error:
             self._fail(error, f"after {self.done} runs")
 
+    def measure(self, reference: Tensor | None) -> _Measured:
+        """What the runs showed; nothing if the device is lost to a failed kernel."""
+        if self._live is None:
+            return _Measured()
+        comparison = self._live[1]
+        try:
+            return _Measured(
+                agreement=comparison.result() if self.done else None,
+                rel_error=_relative_error(comparison.reference, reference),
+                digest=digest(comparison.reference).root.hex(),
+            )
+        except Exception as error:
+            self._fail(error, "while its outputs were compared")
+            return _Measured()
+
     def _require_unchanged(self, watched: dict[str, Tensor]) -> None:
         for name, before in watched.items():
             if not torch.equal(as_words(before), as_words(self.case.tensors[name])):
@@ -125,10 +139,14 @@ class _Trial:
 
     def _fail(self, error: Exception, when: str) -> None:
         text = " ".join(str(error).split())
-        self.failure = f"{type(error).__name__} {when}: {text[:300]}"
+        self.failure = self.failure or f"{type(error).__name__} {when}: {text[:300]}"
 
-    def agreement(self) -> Agreement | None:
-        return self.comparison.result() if self.comparison and self.done else None
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    agreement: Agreement | None = None
+    rel_error: float | None = None
+    digest: str | None = None
 
 
 class _Clock:
@@ -178,39 +196,48 @@ def _results(trials: Sequence[_Trial], reference: Tensor | None) -> tuple[Varian
 
 
 def _result(trial: _Trial, base_ms: float | None, reference: Tensor | None) -> VariantResult:
-    agreement = trial.agreement()
-    output = trial.comparison.reference if trial.comparison else None
+    measured = trial.measure(reference)
+    seen = measured.agreement or _NOTHING
     median = statistics.median(trial.times) if trial.times else None
-    differing, runs = (agreement.runs_differing, agreement.runs) if agreement else (0, 0)
     return VariantResult(
         name=trial.variant.name,
         settings=trial.variant.settings,
         tactic=trial.tactic,
-        runs=runs,
-        runs_differing=differing,
-        distinct=agreement.distinct if agreement else 0,
-        bound=rate(differing, runs).high,
-        max_ulp=agreement.max_ulp if agreement else None,
-        max_abs=agreement.max_abs if agreement else None,
-        rel_error=_relative_error(output, reference),
+        runs=seen.runs,
+        runs_differing=seen.runs_differing,
+        distinct=seen.distinct,
+        bound=rate(seen.runs_differing, seen.runs).high,
+        max_ulp=seen.max_ulp,
+        max_abs=seen.max_abs,
+        rel_error=measured.rel_error,
         median_ms=median,
         ratio=median / base_ms if median is not None and base_ms else None,
-        rows_differing=agreement.rows_differing if agreement else 0,
-        rows_total=agreement.rows_total if agreement else None,
+        rows_differing=seen.rows_differing,
+        rows_total=seen.rows_total,
         fused=trial.fused,
         can_fuse=trial.variant.can_fuse,
         reason=trial.failure,
-        note=_STALE if agreement and agreement.follows_fill else None,
-        digest=digest(output).root.hex() if output is not None else None,
+        note=_STALE if seen.follows_fill else None,
+        digest=measured.digest,
     )
 
 
+_NOTHING = Agreement(
+    runs=0,
+    runs_differing=0,
+    distinct=0,
+    rows_differing=0,
+    rows_total=None,
+    max_ulp=None,
+    max_abs=None,
+    follows_fill=False,
+)
 _STALE = "the output depends on what its buffers held before the call (dirty-output-buffer), not on a race"
 
 
-def _relative_error(output: Tensor | None, reference: Tensor | None) -> float | None:
+def _relative_error(output: Tensor, reference: Tensor | None) -> float | None:
     """||y - ref|| / ||ref|| in float64; ``None`` where there is no reference of that shape or it is zero."""
-    if output is None or reference is None or output.shape != reference.shape:
+    if reference is None or output.shape != reference.shape:
         return None
     norm = reference.norm()
     error = (output.to(torch.float64) - reference.to(output.device)).norm()

@@ -280,3 +280,13 @@ def test_digests_see_the_order_of_elements() -> None:
     for place, tensor in enumerate(swapped):
         tensor[0, place] = -(2**31)
     assert compare([first, *swapped]).distinct == 65
+
+
+def test_a_device_lost_to_a_failed_kernel_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_self: Comparison) -> Agreement:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(Comparison, "result", lost)
+    (result,) = run(control(racy))
+    assert (result.runs, result.max_ulp, result.digest) == (0, None, None)
+    assert "device-side assert" in str(result.reason)
