@@ -10,11 +10,11 @@ runs gave the same module the same inputs.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, count, islice, repeat
-from operator import eq, ne
+from operator import add, eq, mul, ne
 
 from detaudit.compare.classes import RunClass, reference_first
 from detaudit.core.recording import RunColumns, TraceView
@@ -29,6 +29,7 @@ class Parting:
 
     ``module`` is an index into ``TraceView.modules``, ``None`` outside of all modules. ``extra`` and
     ``lacking`` are the modules that it calls next in this class and in the reference, where it does.
+    ``split``: the node from which on the class may differ from the reference.
     """
 
     module: int | None
@@ -36,6 +37,7 @@ class Parting:
     extra: int | None
     lacking: int | None
     weight: int
+    split: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,10 @@ class Aligned:
 
     def unmatched(self) -> list[int]:
         """Nodes that some class lacks."""
-        return (
-            [n for n in range(len(self.module)) if len(self.present(n)) < len(self.classes)]
-            if self.partial
-            else []
-        )
+        missing: set[int] = set()
+        for column in self.args if self.partial else ():
+            missing.update(compress(count(), map(eq, column, repeat(ABSENT))))
+        return sorted(missing)
 
     def weight(self, node: int) -> int:
         """How many runs have the node."""
@@ -103,9 +104,8 @@ def align(view: TraceView, classes: Sequence[RunClass]) -> Aligned:
     """Lay the classes, the reference first, over one another. Linear in the number of calls."""
     if not classes:
         return Aligned((), (), (), (), (), (), (), ())
-    vias = [via for via, _ in view.flags]
     reference = classes[0].run
-    structures = [_Structure(item.run, vias) for item in classes]
+    structures = [_Structure(item.run, view.flags) for item in classes]
     if all(structure.equals(structures[0]) for structure in structures[1:]):
         runs = [item.run for item in classes]
         return Aligned(
@@ -130,27 +130,31 @@ def align(view: TraceView, classes: Sequence[RunClass]) -> Aligned:
 class _Structure:
     """The sequence of calls of a run, without their values."""
 
-    def __init__(self, run: RunColumns, vias: Sequence[str]) -> None:
+    def __init__(self, run: RunColumns, flags: Sequence[tuple[str, str | None]]) -> None:
         self.run = run
-        self._vias = vias
+        self._vias = [via for via, _ in flags]
+
+    @cached_property
+    def kinds(self) -> Sequence[int]:
+        """For each call one number for its module and how it was called; calls of one kind can correspond."""
+        names = sorted(set(self._vias))
+        if len(names) < 2:
+            return self.run.module
+        number = [names.index(via) for via in self._vias]
+        scaled = map(mul, self.run.module, repeat(len(names)))
+        return list(map(add, scaled, map(number.__getitem__, self.run.flags)))
 
     def equals(self, other: _Structure) -> bool:
         a, b = self.run, other.run
         if a.module != b.module or a.parent != b.parent:
             return False
-        return a.flags == b.flags or self.via == other.via
-
-    @cached_property
-    def via(self) -> Sequence[str]:
-        return [self._vias[flag] for flag in self.run.flags]
+        return a.flags == b.flags or self.kinds == other.kinds
 
     def split(self, other: _Structure) -> int:
-        """Index of the first call that differs; the length of the shorter where one continues the other."""
-        a, b = self.run, other.run
-        pairs: list[tuple[Sequence[object], Sequence[object]]]
-        pairs = [(a.module, b.module), (a.parent, b.parent), (self.via, other.via)]
-        shorter = min(len(a.module), len(b.module))
-        return min(next(compress(count(), map(ne, x, y)), shorter) for x, y in pairs)
+        """The first call that differs; the length of the shorter where one continues the other."""
+        pairs = ((self.kinds, other.kinds), (self.run.parent, other.run.parent))
+        shorter = min(len(self.run.module), len(other.run.module))
+        return min(next(compress(count(), map(ne, a, b)), shorter) for a, b in pairs)
 
 
 class _Tree:
@@ -160,8 +164,9 @@ class _Tree:
         self.reference = reference
         self.module = list(reference.run.module)
         self.parent = list(reference.run.parent)
-        self.loose: list[Hashable] = [(m, reference.via[i]) for i, m in enumerate(self.module)]
+        self.kinds = list(reference.kinds)
         self.args = list(reference.run.args)
+        self.children = _by_parent(self.parent, 0)
         self.calls: list[list[int]] = []
 
     def add(self, structure: _Structure) -> int | None:
@@ -172,13 +177,17 @@ class _Tree:
             return None
         split = structure.split(self.reference)
         node_of = [*range(split), *([ABSENT] * (len(run.module) - split))]
-        below = _by_parent(self.parent, split)
         for parent, calls in sorted(_by_parent(run.parent, split).items()):
             node = node_of[parent] if parent >= 0 else -1
-            self._match(structure, calls, below.get(node, []), node_of)
-            for call in calls:
-                if node_of[call] == ABSENT:
-                    node_of[call] = self._new(structure, call, node)
+            nodes = self.children.get(node, [])
+            if parent < split:
+                nodes = [child for child in nodes if child >= split]
+            if [structure.kinds[call] for call in calls] == [self.kinds[child] for child in nodes]:
+                for call, child in zip(calls, nodes, strict=True):
+                    node_of[call] = child
+            else:
+                self._match(structure, calls, nodes, node_of)
+                self._grow(structure, [call for call in calls if node_of[call] == ABSENT], node, node_of)
         placed = [ABSENT] * len(self.module)
         for call, node in enumerate(node_of):
             placed[node] = call
@@ -186,30 +195,32 @@ class _Tree:
         return split
 
     def _match(self, structure: _Structure, calls: list[int], nodes: list[int], node_of: list[int]) -> None:
-        args = structure.run.args
-        loose = {call: (structure.run.module[call], structure.via[call]) for call in calls}
+        """Fill ``node_of`` for the calls of one parent: the k-th of a kind goes to the k-th node of it.
+
+        Calls on the same arguments find each other first.
+        """
+        kinds, args = structure.kinds, structure.run.args
         taken: set[int] = set()
-        exact_of: Callable[[int], Hashable] = lambda node: (self.loose[node], self.args[node])  # noqa: E731
-        for key_of_call, key_of_node in (
-            (lambda call: (loose[call], args[call]), exact_of),
-            (loose.__getitem__, self.loose.__getitem__),
-        ):
+        for same_args in (True, False):
             free: defaultdict[Hashable, deque[int]] = defaultdict(deque)
             for node in nodes:
                 if node not in taken:
-                    free[key_of_node(node)].append(node)
+                    free[self.kinds[node], same_args and self.args[node]].append(node)
             for call in calls:
-                queue = free.get(key_of_call(call)) if node_of[call] == ABSENT else None
-                if queue:
+                queue = free.get((kinds[call], same_args and args[call]))
+                if node_of[call] == ABSENT and queue:
                     node_of[call] = queue.popleft()
                     taken.add(node_of[call])
 
-    def _new(self, structure: _Structure, call: int, parent: int) -> int:
-        self.module.append(structure.run.module[call])
-        self.parent.append(parent)
-        self.loose.append((structure.run.module[call], structure.via[call]))
-        self.args.append(structure.run.args[call])
-        return len(self.module) - 1
+    def _grow(self, structure: _Structure, calls: list[int], parent: int, node_of: list[int]) -> None:
+        """New nodes for calls that no node corresponds to."""
+        for call in calls:
+            node_of[call] = len(self.module)
+            self.children.setdefault(parent, []).append(len(self.module))
+            self.module.append(structure.run.module[call])
+            self.parent.append(parent)
+            self.kinds.append(structure.kinds[call])
+            self.args.append(structure.run.args[call])
 
     def aligned(self, classes: Sequence[RunClass], partings: Sequence[Parting]) -> Aligned:
         size = len(self.module)
@@ -250,7 +261,7 @@ def _by_parent(parents: Sequence[int], start: int) -> dict[int, list[int]]:
 
 def _pick(column: Sequence[int], calls: Sequence[int]) -> list[int]:
     padded = [*column, ABSENT]  # ABSENT as an index picks the last entry
-    return [padded[call] for call in calls]
+    return list(map(padded.__getitem__, calls))
 
 
 def _parting(reference: _Structure, other: _Structure, split: int, weight: int) -> Parting:
@@ -263,11 +274,12 @@ def _parting(reference: _Structure, other: _Structure, split: int, weight: int) 
     inner = max(parent_a, parent_b)
     modules = reference.run.module
     if inner < 0:
-        return Parting(None, 0, extra, lacking, weight)
+        return Parting(None, 0, extra, lacking, weight, split)
     return Parting(
         modules[inner],
         count_of(modules[:inner], modules[inner]),
         extra if parent_b == inner else None,
         lacking if parent_a == inner else None,
         weight,
+        split,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from detaudit.compare import findings, observer, producer, verdict
@@ -44,7 +45,7 @@ class _Analysis:
         self.figures = verdict.figures(self.located)
         self.observer = observer.observe(self.main, self.runs)
         self.history = compare_history(self.runs)
-        self.others = [self._locate(runs) for runs in self._other_conditions() if self.inputs is None]
+        self.others = list(map(self._locate, self._other_conditions())) if self.inputs is None else []
         self.main_differs = self.figures.runs_differing > 0 or parameters_differ(view, self.main)
 
     def report(self) -> Report:
@@ -67,7 +68,7 @@ class _Analysis:
             rate=self.figures.rate,
             origins=origins,
             findings=findings.unique(self._findings(origins)),
-            conditions=verdict.conditions(self.runs),
+            conditions=verdict.conditions(self.runs, self.main, self.figures.keys),
             observer=self.observer.to_json() if self.observer.off else {},
             restored=_mapping(meta.get("restored")),
             coverage=verdict.coverage(meta, self.located, reason) | self._coverage(),
@@ -148,10 +149,9 @@ class _Analysis:
 
     def _observed(self) -> bool:
         """Whether any output was seen: of a call, or the final one."""
-        outputs = {run.records[FINAL] for run in self.main if FINAL in run.records}
-        for column in self.located.aligned.out:
-            outputs.update(column)
-        return any(record != ABSENT and self.view.record(record) for record in outputs)
+        finals = (run.records[FINAL] for run in self.main if FINAL in run.records)
+        outputs = chain(finals, *self.located.aligned.out)
+        return any(self.view.record(record) for record in outputs if record != ABSENT)
 
     def _reason(self, observed: bool) -> str:
         if self.inputs is not None:

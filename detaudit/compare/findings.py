@@ -12,6 +12,7 @@ from detaudit.compare.hidden import AFTER, BEFORE
 from detaudit.compare.history import History
 from detaudit.compare.locate import Located
 from detaudit.compare.numbers import has_nan
+from detaudit.compare.sources import unequal
 from detaudit.compare.state import differing_sites
 from detaudit.core.recording import RunColumns, TraceView
 from detaudit.core.records import Finding, Origin
@@ -200,10 +201,11 @@ def _next(view: TraceView, module: int | None) -> str:
 def _unequal_errors(located: Located) -> list[int]:
     """The innermost calls that end with an exception in some runs only."""
     aligned = located.aligned
-    columns = aligned.flags
-    if all(column == columns[0] for column in columns[1:]):
-        return []
-    nodes = [n for n in range(len(aligned.module)) if len({columns[k][n] for k in aligned.present(n)}) > 1]
+    nodes = [
+        node
+        for node in unequal(aligned.flags)
+        if len({aligned.flags[k][node] for k in aligned.present(node)}) > 1
+    ]
     around = {parent for n in nodes for parent in aligned.ancestors(n)}
     return [n for n in nodes if n not in around]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress, count, repeat
+from operator import and_, ne
 
 from detaudit.compare.align import ABSENT, Aligned
 from detaudit.compare.locate import Located
@@ -88,7 +89,8 @@ def _shared_nodes(aligned: Aligned, k: int) -> Sequence[int]:
     size = len(aligned.module)
     if aligned.calls[0] is None and aligned.calls[k] is None:
         return range(size)
-    return [n for n in range(size) if ABSENT not in (aligned.args[0][n], aligned.args[k][n])]
+    both = map(and_, *(map(ne, aligned.args[i], repeat(ABSENT)) for i in (0, k)))
+    return list(compress(count(), both))
 
 
 def _generators(view: TraceView, record: int) -> Mapping[str, int]:

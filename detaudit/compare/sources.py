@@ -41,7 +41,10 @@ def candidates(aligned: Aligned) -> list[int]:
     some_agree = map(lt, distinct(inputs), repeat(len(inputs)))
     mask = list(map(and_, some_differ, some_agree))
     inputs = [list(compress(column, mask)) for column in inputs]
-    pairs = [list(zip(column, compress(out, mask))) for column, out in zip(inputs, outputs, strict=True)]
+    pairs = [
+        list(zip(column, compress(out, mask), strict=True))
+        for column, out in zip(inputs, outputs, strict=True)
+    ]
     more_pairs = map(gt, distinct(pairs), distinct(inputs))
     return list(compress(compress(count(), mask), more_pairs))
 

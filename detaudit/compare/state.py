@@ -1,8 +1,8 @@
 """A module's own state on entry: where it came from, and whom it excuses.
 
 State that differs on entry either was carried over from an earlier run (then the call is an origin, history
-being its cause), or was written earlier in this run (then it is an input like any other). A container that
-holds such a call was entered with that state too, and is judged only among runs in which it agrees.
+being its cause), or was written earlier in this run (then it is an input like any other). A container around
+such a call was entered with that state too, and is judged only among runs in which it agrees.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, count, islice
+from itertools import compress, count, takewhile
 
 from detaudit.compare.align import ABSENT, Aligned
+from detaudit.compare.classes import HISTORY
 from detaudit.compare.sources import unequal
 from detaudit.core.recording import RunColumns, TraceView
 
@@ -52,13 +53,22 @@ def carried_state(
     """Nodes whose state on entry differs and was not written earlier in the run.
 
     Only a module's first call in a run qualifies: what a later one finds may have been written in between.
-    Where something that differs came before it, code outside of any call may have written the state from
-    that; then it takes the previous run of the same process, ending with the very value, to show that not.
+    Code outside of any call may still have written it earlier in the run, so evidence comes first: every run
+    began with the value that the run before it, in the same process, had ended with; or the history control.
+    Without evidence, state is taken for carried over where nothing before the call differs.
+
+    Args:
+        runs: all recorded runs, of every condition.
     """
     found = []
+    differences = Differences(aligned)
     for node in _first_calls(aligned, differing):
+        module = aligned.module[node]
         sites = differing_sites(view, [aligned.state[k][node] for k in aligned.present(node)])
-        if _carried(view, runs, aligned.module[node], sites) or not _difference_before(aligned, node):
+        carried = _began_as_ended(view, runs, module, sites) or _same_in_sequence(view, runs, module, sites)
+        if carried is None:
+            carried = not differences.before(node)
+        if carried:
             found.append(CarriedState(node, sites))
     return found
 
@@ -70,8 +80,30 @@ def differing_sites(view: TraceView, records: Iterable[int]) -> tuple[str, ...]:
     return tuple(s for s in sites if len({content.get(s, ABSENT) for content in contents}) > 1)
 
 
+class Differences:
+    """Whether anything recorded before a node was entered differs between runs."""
+
+    def __init__(self, aligned: Aligned) -> None:
+        self._aligned = aligned
+        size = len(aligned.module)
+        entered = (next(iter(unequal(columns)), size) for columns in (aligned.args, aligned.state))
+        parted = min((parting.split for parting in aligned.partings), default=size)
+        self._first_entry = min(*entered, parted)
+        self._ended = list(takewhile(self._first_entry.__gt__, unequal(aligned.out)))
+
+    def before(self, node: int) -> bool:
+        if self._first_entry < node:
+            return True
+        open_calls = set(self._aligned.ancestors(node))
+        return any(n < node and n not in open_calls for n in self._ended[: len(open_calls) + 1])
+
+
 class EntryState:
-    """For nodes to be judged: what they were entered with beyond arguments and own state."""
+    """For nodes to be judged: what they were entered with beyond arguments and own state.
+
+    State of modules inside counts where it was carried over, or may have been written before the node: a
+    container that itself writes state into its children is still accused of what it writes.
+    """
 
     def __init__(
         self,
@@ -79,12 +111,18 @@ class EntryState:
         aligned: Aligned,
         judged: Collection[int],
         differing: Sequence[int],
+        carried: Collection[int],
         hidden: Sequence[HiddenState],
     ) -> None:
         self._view = view
         self._aligned = aligned
         self._hidden = hidden
-        self._inner = _inner_state(aligned, judged, differing) if judged and differing else {}
+        self._inner: dict[int, list[int]] = {}
+        differences = Differences(aligned)
+        inner = _inner_state(aligned, judged, differing) if judged and differing else {}
+        for container, nodes in inner.items():
+            earlier = differences.before(container)
+            self._inner[container] = [node for node in nodes if earlier or node in carried]
 
     def __call__(self, node: int) -> Sequence[Hashable]:
         path = self._view.modules[self._aligned.module[node]].path
@@ -119,38 +157,44 @@ def _is_first(aligned: Aligned, node: int) -> bool:
     return True
 
 
-def _carried(view: TraceView, runs: Sequence[RunColumns], module: int, sites: Sequence[str]) -> bool:
-    """Whether every run began with what the run just before it, in the same process, had ended with."""
+def _began_as_ended(
+    view: TraceView, runs: Sequence[RunColumns], module: int, sites: Sequence[str]
+) -> bool | None:
+    """True if every run began with what the run just before it had ended with; None if that is not so."""
     changed = False
     by_place = {(run.process, run.position): run for run in runs}
     for run in runs:
         before = by_place.get((run.process, run.position - 1))
         if before is None or module not in before.module or module not in run.module:
             continue
-        began, last_began = _entry(view, run, module), _entry(view, before, module)
-        ended = _exit(view, before, module)
-        if any(began.get(site) != ended.get(site) for site in sites):
-            return False
-        changed = changed or any(began.get(site) != last_began.get(site) for site in sites)
-    return changed
+        began, ended = _entry(view, run, module, sites), _exit(view, before, module, sites)
+        if began != ended:
+            return None
+        changed = changed or began != _entry(view, before, module, sites)
+    return changed or None
 
 
-def _entry(view: TraceView, run: RunColumns, module: int) -> Mapping[str, int]:
-    return dict(view.record(run.state[run.module.index(module)]))
+def _same_in_sequence(
+    view: TraceView, runs: Sequence[RunColumns], module: int, sites: Sequence[str]
+) -> bool | None:
+    """What the history control says of the state: it follows from the sequence of runs, or does not."""
+    first, second = ([run for run in runs if run.condition == name] for name in HISTORY)
+    pairs = [(a, b) for a, b in zip(first, second, strict=False) if module in a.module and module in b.module]
+    entries = [[_entry(view, run, module, sites) for run in pair] for pair in pairs]
+    if any(a != b for a, b in entries):
+        return False
+    return True if any(a != entries[0][0] for a, _ in entries) else None
 
 
-def _exit(view: TraceView, run: RunColumns, module: int) -> Mapping[str, int]:
+def _entry(view: TraceView, run: RunColumns, module: int, sites: Sequence[str]) -> Sequence[int | None]:
+    state = dict(view.record(run.state[run.module.index(module)]))
+    return [state.get(site) for site in sites]
+
+
+def _exit(view: TraceView, run: RunColumns, module: int, sites: Sequence[str]) -> Sequence[int | None]:
     last = len(run.module) - 1 - run.module[::-1].index(module)
-    return dict(view.record(run.state[last])) | dict(view.record(run.out[last]))
-
-
-def _difference_before(aligned: Aligned, node: int) -> bool:
-    """Whether anything recorded before the node was entered differs between runs."""
-    if next(iter(unequal(aligned.args)), node) < node or next(iter(unequal(aligned.state)), node) < node:
-        return True
-    open_calls = set(aligned.ancestors(node))
-    ended = islice(unequal(aligned.out), len(open_calls) + 1)
-    return any(other < node and other not in open_calls for other in ended)
+    state = dict(view.record(run.state[last])) | dict(view.record(run.out[last]))
+    return [state.get(site) for site in sites]
 
 
 def _inner_state(

@@ -57,12 +57,15 @@ def final_outputs(located: Located) -> list[Hashable]:
     return [tuple(out for out, parent in zip(run.out, run.parent, strict=True) if parent < 0) for run in runs]
 
 
-def conditions(runs: Sequence[RunColumns]) -> tuple[Condition, ...]:
+def conditions(
+    runs: Sequence[RunColumns], main: Sequence[RunColumns], main_keys: Sequence[Hashable]
+) -> tuple[Condition, ...]:
     """Each condition judged by itself, in the order in which they were first run."""
     by_name: dict[str, list[RunColumns]] = {}
     for run in runs:
         by_name.setdefault(run.condition, []).append(run)
-    return tuple(_condition(name, group) for name, group in by_name.items())
+    aligned = {run.index: key for run, key in zip(main, main_keys, strict=True)}
+    return tuple(_condition(name, group, aligned) for name, group in by_name.items())
 
 
 def condition_differs(runs: Sequence[RunColumns]) -> bool:
@@ -73,8 +76,13 @@ def condition_differs(runs: Sequence[RunColumns]) -> bool:
     return any(len(keys) > 1 for keys in by_inputs.values())
 
 
-def _condition(name: str, runs: Sequence[RunColumns]) -> Condition:
-    keys = [run.records.get(FINAL) for run in runs] if name == HOOKS_OFF else whole_keys(runs)
+def _condition(name: str, runs: Sequence[RunColumns], aligned: Mapping[int, Hashable]) -> Condition:
+    if name == HOOKS_OFF:
+        keys: list[Hashable] = [run.records.get(FINAL) for run in runs]
+    elif runs[0].index in aligned:
+        keys = [aligned[run.index] for run in runs]
+    else:
+        keys = whole_keys(runs)
     apart = differing(keys)
     verdict = decide(inputs_differ=False, differs=apart > 0, compared=len(runs) > 1, observed=True)
     return Condition(name, len(runs), apart, verdict)
