@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from detaudit import cli
+from detaudit.core.geometry import root_of
+from detaudit.core.recording import Call, Run, Value
 from detaudit.core.records import Report
 from detaudit.trace import TraceWriter
 from tests.cli.programs import detaudit, python
@@ -102,6 +104,38 @@ def test_a_stored_report_is_shown_without_torch(tmp_path: Path) -> None:
     done = python(code, stored(tmp_path, nondeterministic()))
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
+
+
+def value(content: bytes) -> Value:
+    return Value(root_of("uint8", (len(content),), content), "uint8", (len(content),), None, content)
+
+
+def one_run(position: int, output: bytes) -> Run:
+    """A root that calls ``experts``; the same input each time."""
+    given, out = (("args[0]", value(b"input")),), (("out", value(output)),)
+    calls = [Call("", "Net", 0, -1, given, (), out), Call("experts", "Experts", 0, 0, given, (), out)]
+    return Run("in-process", position, 0, calls, {"inputs": given, "final": out})
+
+
+def test_a_trace_without_an_analysis_is_analysed_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "killed.detaudit"
+    with TraceWriter.create(path, {"target": "net.py"}) as writer:
+        for position, output in enumerate((b"aaaaaaaa", b"aaaaaaab", b"aaaaaaaa")):
+            writer.add_run(one_run(position, output))
+    assert cli.run(["report", str(path), "--exit-code"]) == 1
+    shown = capsys.readouterr()
+    assert "killed.detaudit holds no analysis" in shown.err
+    assert "experts (Experts), call 0: 1 of 2 runs differ" in shown.out
+
+
+def test_a_trace_of_one_run_is_inconclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.detaudit"
+    with TraceWriter.create(path, {"target": "net.py"}) as writer:
+        writer.add_run(one_run(0, b"aaaaaaaa"))
+    assert cli.run(["report", str(path), "--exit-code"]) == 3
+    assert "nothing was compared: 1 run, so nothing was shown" in capsys.readouterr().out
 
 
 def test_folder_without_permission(tmp_path: Path) -> None:
