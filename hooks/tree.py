@@ -21,7 +21,6 @@ PACKED_LENGTH = 64
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _KEYS = (str, int, float, bool, bytes, type(None))
-_CLOSED = (Tensor, nn.Module, type, torch.Generator)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +28,9 @@ class Opaque:
     """A leaf that cannot be looked into, and why."""
 
     reason: str
+
+
+_CLOSED = (Tensor, nn.Module, type, torch.Generator, Opaque)
 
 
 def flatten(value: object, site: str) -> Iterator[tuple[str, object]]:
