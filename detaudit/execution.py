@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from detaudit.core.digest import Digester, make_digester
-from detaudit.core.recording import Record, Run
+from detaudit.core.recording import HOOKS_OFF, IN_PROCESS, Record, Run
 from detaudit.hooks import generators
 from detaudit.hooks.capture import CapturedCall
 from detaudit.hooks.inputs import InputCopies
@@ -24,8 +24,6 @@ from detaudit.hooks.recorder import Recorder
 from detaudit.hooks.snapshot import Snapshot
 from detaudit.options import Options
 from detaudit.target import LoadedTarget, check_inputs, check_model, import_context, target_errors
-
-HOOKS_OFF = "hooks-off"
 
 Unobserved = tuple[tuple[str, str, str], ...]
 
@@ -46,7 +44,7 @@ class Session:
     """
 
     def __init__(
-        self, target: LoadedTarget, options: Options, *, condition: str = "in-process", process: int = 0
+        self, target: LoadedTarget, options: Options, *, condition: str = IN_PROCESS, process: int = 0
     ) -> None:
         self.target = target
         self.options = options

@@ -12,9 +12,10 @@ from typing import Any, Self, TypeVar
 from detaudit.analysis import CallKey, analyze_trace, coverage, key_of, merge
 from detaudit.capture import CapturePass
 from detaudit.confirmation import confirm_kernels
+from detaudit.core.recording import HISTORY, HOOKS_OFF, SUPERSEDED
 from detaudit.core.records import Finding, Origin, Report
 from detaudit.environment import environment
-from detaudit.execution import HOOKS_OFF, Session
+from detaudit.execution import Session
 from detaudit.hooks import generators
 from detaudit.hooks.generator_survey import Survey, survey
 from detaudit.options import Options
@@ -23,9 +24,6 @@ from detaudit.progress import Progress
 from detaudit.target import TargetSpec, load
 from detaudit.trace import TraceWriter, captures_dir
 from detaudit.worker import Job, launch
-
-SUPERSEDED = "superseded"
-HISTORY = ("history-1", "history-2")
 
 T = TypeVar("T")
 

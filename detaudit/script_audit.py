@@ -11,6 +11,7 @@ import torch
 
 from detaudit.analysis import CallKey, analyze_trace, key_of, merge
 from detaudit.capture import NO_NUMBERS, Kept, Numbers, numbers_of
+from detaudit.core.recording import FRESH_PROCESS
 from detaudit.core.records import Origin, Report
 from detaudit.hooks import generators
 from detaudit.options import Options
@@ -66,7 +67,7 @@ class ScriptAudit:
                 spec=self.spec,
                 options=self.options,
                 trace=self.writer.path,
-                condition="fresh-process",
+                condition=FRESH_PROCESS,
                 process=position + 1,
                 first_position=position,
                 schedule=(recorded,),

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from detaudit.core.digest import make_digester
-from detaudit.core.recording import Run
-from detaudit.execution import HOOKS_OFF, Execution
+from detaudit.core.recording import HOOKS_OFF, Run
+from detaudit.execution import Execution
 from detaudit.hooks.recorder import Recorder
 from detaudit.options import Options
 from detaudit.target import TargetSpec, import_context, target_errors

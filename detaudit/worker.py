@@ -23,8 +23,9 @@ import torch
 from detaudit.capture import keep
 from detaudit.core import errors
 from detaudit.core.errors import EXIT_INTERRUPTED, DetauditError, TargetRaised
+from detaudit.core.recording import HOOKS_OFF
 from detaudit.environment import environment
-from detaudit.execution import HOOKS_OFF, Execution, Session
+from detaudit.execution import Execution, Session
 from detaudit.options import Options
 from detaudit.scripted import execute_script
 from detaudit.target import TargetSpec, load

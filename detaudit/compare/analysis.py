@@ -9,12 +9,12 @@ from typing import Any
 
 from detaudit.compare import findings, observer, producer, verdict
 from detaudit.compare.align import ABSENT
-from detaudit.compare.classes import FINAL, HISTORY, HOOKS_OFF, MAIN_CONDITIONS
+from detaudit.compare.classes import FINAL, MAIN_CONDITIONS
 from detaudit.compare.hidden import parameters_differ
 from detaudit.compare.history import compare_history
 from detaudit.compare.locate import Located, locate
 from detaudit.compare.origins import Gaps
-from detaudit.core.recording import RunColumns, TraceView
+from detaudit.core.recording import HISTORY, HOOKS_OFF, SUPERSEDED, RunColumns, TraceView
 from detaudit.core.records import Finding, Origin, Report
 
 UNMATCHED_LISTED = 100
@@ -36,7 +36,7 @@ class _Analysis:
 
     def __init__(self, view: TraceView) -> None:
         self.view = view
-        self.runs = view.runs()
+        self.runs = [run for run in view.runs() if run.condition != SUPERSEDED]
         self.recorded = [run for run in self.runs if run.condition != HOOKS_OFF]
         self.main = [run for run in self.runs if run.condition in MAIN_CONDITIONS]
         off = [run for run in self.runs if run.condition == HOOKS_OFF]

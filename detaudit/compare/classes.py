@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from detaudit.core.recording import RunColumns
+from detaudit.core.recording import FRESH_PROCESS, IN_PROCESS, RunColumns
 
-MAIN_CONDITIONS = ("in-process", "fresh-process")
+MAIN_CONDITIONS = (IN_PROCESS, FRESH_PROCESS)
 """Repeats of the target on identical inputs and state: what the verdict compares with each other."""
-HOOKS_OFF = "hooks-off"
-HISTORY = ("history-1", "history-2")
 INPUTS = "inputs"
 FINAL = "final"
 GRAD = "grad"

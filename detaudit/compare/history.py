@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from detaudit.compare.classes import HISTORY, INPUTS, whole_keys
-from detaudit.core.recording import RunColumns
+from detaudit.compare.classes import INPUTS, whole_keys
+from detaudit.core.recording import HISTORY, RunColumns
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from detaudit.compare.classes import FINAL, HOOKS_OFF, differing
-from detaudit.core.recording import RunColumns
+from detaudit.compare.classes import FINAL, differing
+from detaudit.core.recording import HOOKS_OFF, RunColumns
 from detaudit.core.records import Finding
 from detaudit.core.stats import fisher_exact
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import compress, count, takewhile
 
 from detaudit.compare.align import ABSENT, Aligned
-from detaudit.compare.classes import HISTORY
 from detaudit.compare.sources import unequal
 from detaudit.core.recording import RunColumns, TraceView
 
@@ -53,9 +52,8 @@ def carried_state(
     """Nodes whose state on entry differs and was not written earlier in the run.
 
     Only a module's first call in a run qualifies: what a later one finds may have been written in between.
-    Code outside of any call may still have written it earlier in the run, so evidence comes first: every run
-    began with the value that the run before it, in the same process, had ended with; or the history control.
-    Without evidence, state is taken for carried over where nothing before the call differs.
+    Code outside of any call may still have written it earlier in the run, so evidence decides site by site
+    (``carryover.was_carried``); without evidence it was carried over if nothing before the call differs.
 
     Args:
         runs: all recorded runs, of every condition.
@@ -63,13 +61,14 @@ def carried_state(
     found = []
     differences = Differences(aligned)
     for node in _first_calls(aligned, differing):
-        module = aligned.module[node]
+        visits = visits_of(view, runs, aligned.module[node])
         sites = differing_sites(view, [aligned.state[k][node] for k in aligned.present(node)])
-        carried = _began_as_ended(view, runs, module, sites) or _same_in_sequence(view, runs, module, sites)
-        if carried is None:
-            carried = not differences.before(node)
+        evidence = {site: was_carried(visits, site) for site in sites}
+        if None in evidence.values() and not differences.before(node):
+            evidence = {site: carried is not False for site, carried in evidence.items()}
+        carried = tuple(site for site in sites if evidence[site])
         if carried:
-            found.append(CarriedState(node, sites))
+            found.append(CarriedState(node, carried))
     return found
 
 
@@ -155,46 +154,6 @@ def _is_first(aligned: Aligned, node: int) -> bool:
         if calls is not None and aligned.classes[k].run.module.index(module) != calls[node]:
             return False
     return True
-
-
-def _began_as_ended(
-    view: TraceView, runs: Sequence[RunColumns], module: int, sites: Sequence[str]
-) -> bool | None:
-    """True if every run began with what the run just before it had ended with; None if that is not so."""
-    changed = False
-    by_place = {(run.process, run.position): run for run in runs}
-    for run in runs:
-        before = by_place.get((run.process, run.position - 1))
-        if before is None or module not in before.module or module not in run.module:
-            continue
-        began, ended = _entry(view, run, module, sites), _exit(view, before, module, sites)
-        if began != ended:
-            return None
-        changed = changed or began != _entry(view, before, module, sites)
-    return changed or None
-
-
-def _same_in_sequence(
-    view: TraceView, runs: Sequence[RunColumns], module: int, sites: Sequence[str]
-) -> bool | None:
-    """What the history control says of the state: it follows from the sequence of runs, or does not."""
-    first, second = ([run for run in runs if run.condition == name] for name in HISTORY)
-    pairs = [(a, b) for a, b in zip(first, second, strict=False) if module in a.module and module in b.module]
-    entries = [[_entry(view, run, module, sites) for run in pair] for pair in pairs]
-    if any(a != b for a, b in entries):
-        return False
-    return True if any(a != entries[0][0] for a, _ in entries) else None
-
-
-def _entry(view: TraceView, run: RunColumns, module: int, sites: Sequence[str]) -> Sequence[int | None]:
-    state = dict(view.record(run.state[run.module.index(module)]))
-    return [state.get(site) for site in sites]
-
-
-def _exit(view: TraceView, run: RunColumns, module: int, sites: Sequence[str]) -> Sequence[int | None]:
-    last = len(run.module) - 1 - run.module[::-1].index(module)
-    state = dict(view.record(run.state[last])) | dict(view.record(run.out[last]))
-    return [state.get(site) for site in sites]
 
 
 def _inner_state(

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from detaudit.compare.classes import FINAL, HOOKS_OFF, INPUTS, differing, record_keys, whole_keys
+from detaudit.compare.classes import FINAL, INPUTS, differing, record_keys, whole_keys
 from detaudit.compare.locate import Located
-from detaudit.core.recording import RunColumns
+from detaudit.core.recording import HOOKS_OFF, RunColumns
 from detaudit.core.records import Condition, Rate, Verdict
 from detaudit.core.stats import rate
 

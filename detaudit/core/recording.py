@@ -10,6 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+IN_PROCESS = "in-process"
+FRESH_PROCESS = "fresh-process"
+HOOKS_OFF = "hooks-off"
+HISTORY = ("history-1", "history-2")
+SUPERSEDED = "superseded"
+"""Conditions of runs. A superseded run was made again under better control and is not compared."""
+
 SCALAR_PREFIX = "python."
 """dtype of a host scalar is this prefix and the type name: ``python.int``, ``python.str``, ..."""
 
