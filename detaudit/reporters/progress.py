@@ -11,34 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from detaudit.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 DELAY_SECONDS = 1.0
-
-
-class Progress(Protocol):
-    """What the work reports to."""
-
-    def advance(self, steps: int = 1) -> None:
-        """``steps`` more are done."""
-        ...
-
-    def describe(self, description: str) -> None:
-        """Say what is going on now."""
-        ...
-
-
-class Silent:
-    """Progress that nobody sees; what work is given where there is no terminal."""
-
-    def advance(self, steps: int = 1) -> None:
-        pass
-
-    def describe(self, description: str) -> None:
-        pass
 
 
 @contextmanager

@@ -241,9 +241,8 @@ def _unobserved_entry(entry: Any) -> str:
 def coverage_lines(report: Report) -> list[str]:
     """How much was seen, what was left out on request, and what the history control found."""
     coverage, lines = report.coverage, []
-    modules = coverage.get("modules")
-    modules = len(modules) if isinstance(modules, (list, tuple)) else modules
-    seen = [count(n, noun) for n, noun in ((coverage.get("calls"), "call"), (modules, "module")) if n]
+    counted = ((coverage.get("calls"), "call"), (coverage.get("modules_called"), "module"))
+    seen = [count(number, noun) for number, noun in counted if number]
     if seen:
         lines.append(f"{' of '.join(seen)} in each run")
     if coverage.get("excluded"):

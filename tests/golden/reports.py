@@ -153,6 +153,7 @@ def nondeterministic() -> Report:
         {
             "modules": modules(24),
             "calls": 219,
+            "modules_called": 219,
             "history": {"positions": 20, "differing": 19},
             "unobserved": [["layers.1.self_attn", "out[1]", "nested layout", 20]],
         },
@@ -219,7 +220,7 @@ def inconclusive() -> Report:
         coverage={
             "reason": "the inputs differ between runs",
             "excluded": ["embed"],
-            "modules": 12,
+            "modules_called": 12,
             "unobserved": [{"module": f"block.{n}", "site": "out", "reason": "opaque"} for n in range(12)],
         },
         target="model.py",
