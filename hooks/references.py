@@ -89,6 +89,8 @@ def _in_owners(held: dict[int, Any], pairs: Mapping[int, tuple[object, object]])
         if isinstance(owner, type):
             owned.update(id(part) for part in gc.get_referents(owner) if type(part) is dict)
             _in_class(owner, pairs)
+        elif isinstance(owner, functools.partial):
+            _in_partial(owner, pairs)
         elif isinstance(owner, types.FunctionType) and owner.__defaults__ and id(owner.__defaults__) in held:
             owner.__defaults__ = tuple(_new(value, pairs) or value for value in owner.__defaults__)
     for identity, mapping in held.items():

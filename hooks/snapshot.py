@@ -68,11 +68,10 @@ class Snapshot:
         """Remember every buffer object of ``models`` and a copy of its contents. Synchronises only where
         contents go from a device to the host."""
         modules: dict[str, nn.Module] = {}
+        seen: set[nn.Module] = set()
         for index, model in enumerate(models):
             prefix = "" if len(models) == 1 else f"{type(model).__name__}#{index}"
-            modules |= {
-                path: m for path, m in model.named_modules(prefix=prefix) if m not in modules.values()
-            }
+            modules |= model.named_modules(memo=seen, prefix=prefix)
         return cls(modules, device_bytes, host_bytes)
 
     def restore(self) -> Restored:

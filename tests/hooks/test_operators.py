@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations
 
 import pytest
@@ -13,37 +13,10 @@ from torch import Tensor, nn
 from detaudit.core.digest import HostDigester, digest
 from detaudit.core.recording import Value
 from detaudit.hooks.operators import Operator, OperatorDifference, OperatorTap, first_differing, within
+from detaudit.hooks.recorder import Recorder
+from tests.support import HIDDEN, TOKENS, LateDigester, Mixture
 
-TOKENS, TOP_K, HIDDEN = 1024, 8, 512
 HERE = ("experts", 0)
-
-
-class Combine(nn.Module):
-    """Adds the top-k expert rows of each token; ``index_put_`` accumulates in an order of its own."""
-
-    def __init__(self, ordered: bool) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.rows = torch.randn(TOKENS * TOP_K, HIDDEN, generator=generator)
-        self.tokens = torch.arange(TOKENS).repeat(TOP_K)
-        self.ordered = ordered
-
-    def forward(self, scale: Tensor) -> Tensor:
-        rows = self.rows * scale
-        out = torch.zeros(TOKENS, HIDDEN)
-        if self.ordered:
-            out.index_add_(0, self.tokens, rows)
-        else:
-            out.index_put_((self.tokens,), rows, accumulate=True)
-        return out.relu()
-
-
-@pytest.fixture
-def four_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
 
 
 def record(function: Callable[[], object]) -> list[Operator]:
@@ -55,30 +28,31 @@ def record(function: Callable[[], object]) -> list[Operator]:
     return tap.operators()
 
 
-def distinct(function: Callable[[], Tensor], runs: int = 8) -> int:
-    return len({digest(function()).root for _ in range(runs)})
+def record_experts(model: Mixture, x: Tensor) -> list[Operator]:
+    """The operators inside ``experts``, while the recorder digests every call around them."""
+    digester = LateDigester()
+    recorder = Recorder(digester)
+    recorder.attach(model)
+    tap = OperatorTap(digester, within(recorder.current_call, {"experts"}))
+    with torch.no_grad(), recorder.run(), tap:
+        model(x)
+    return tap.operators()
 
 
-@pytest.mark.usefixtures("four_threads")
+@pytest.mark.usefixtures("racy")
 def test_the_racing_operator_is_named() -> None:
-    racing, stable, x = Combine(ordered=False), Combine(ordered=True), torch.ones(())
-    if distinct(lambda: racing(x)) == 1:
-        pytest.skip("index_put_ with accumulate did not vary on this machine")
-    assert distinct(lambda: stable(x)) == 1
-    runs = [record(lambda: racing(x)) for _ in range(6)]
-    found = [first_differing(a, b) for a, b in combinations(runs, 2)]
-    named = {d for d in found if d is not None}
-    assert named == {
-        OperatorDifference(
-            "aten.index_put_.default",
-            *HERE,
-            index=2,
-            occurrence=0,
-            kind="outputs",
-            sites=("mutated.args[0]",),
-        )
-    }
-    steady = [record(lambda: stable(x)) for _ in range(3)]
+    torch.manual_seed(0)
+    racing, stable, x = Mixture(racing=True), Mixture(racing=False), torch.randn(TOKENS, HIDDEN)
+    runs = [record_experts(racing, x) for _ in range(6)]
+    assert {op.module for run in runs for op in run} == {"experts"}
+    found = {first_differing(a, b) for a, b in combinations(runs, 2)} - {None}
+    assert len(found) == 1
+    (difference,) = found
+    assert isinstance(difference, OperatorDifference)
+    assert (difference.operator, difference.kind) == ("aten.index_put_.default", "outputs")
+    assert (difference.module, difference.call, difference.occurrence) == ("experts", 0, 0)
+    assert difference.sites == ("mutated.args[0]",)
+    steady = [record_experts(stable, x) for _ in range(3)]
     assert [first_differing(a, b) for a, b in combinations(steady, 2)] == [None] * 3
 
 
