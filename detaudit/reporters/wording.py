@@ -19,6 +19,7 @@ ENGINES: Mapping[str, str] = {
     "vllm": "vLLM",
     "sglang": "SGLang",
     "tensorrt_llm": "TensorRT-LLM",
+    "reference": "reference kernel",
 }
 """Keys of ``KernelReport.recommended`` that name a library, with the library's own spelling."""
 
