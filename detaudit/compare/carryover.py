@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from detaudit.compare.classes import HISTORY
-from detaudit.core.recording import RunColumns, TraceView
+from detaudit.core.recording import HISTORY, RunColumns, TraceView
 
 MIN_LATER_RUNS = 3
 """So many runs must all have moved away from the state of a fresh process before that counts."""
@@ -33,7 +32,7 @@ def visits_of(view: TraceView, runs: Sequence[RunColumns], module: int) -> list[
 
 
 def was_carried(visits: Sequence[Visit], site: str) -> bool | None:
-    """Whether the state at a site came from earlier runs (True), from the run itself (False), or cannot be told."""
+    """True if the state at a site came from earlier runs, False if from the run itself, None if unknown."""
     if _began_as_ended(visits, site) or _same_in_sequence(visits, site):
         return True
     return _left_fresh_state(visits, site)

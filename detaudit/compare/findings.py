@@ -87,7 +87,7 @@ def carried_state(view: TraceView, located: Located) -> Iterator[Finding]:
         yield Finding(
             "history-dependent",
             path,
-            f"{_title(path)} enters runs with state that earlier runs left behind: {_some(item.sites)}",
+            f"own state of {_title(path)} differs on entry, not written in the run: {_some(item.sites)}",
         )
 
 

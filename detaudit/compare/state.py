@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import compress, count, takewhile
 
 from detaudit.compare.align import ABSENT, Aligned
+from detaudit.compare.carryover import visits_of, was_carried
 from detaudit.compare.sources import unequal
 from detaudit.core.recording import RunColumns, TraceView
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from detaudit.compare import analyze
 from detaudit.core.records import Report
-from detaudit.core.stats import rate, upper_bound
+from detaudit.core.stats import upper_bound
 from tests.compare.builder import MemoryTrace, node
 
 
