@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from detaudit.core.records import KernelReport, Report
-from detaudit.reporters import wording
+from detaudit.reporters import evidence, wording
 
 _SIGN = {"deterministic": "✅", "nondeterministic": "❌", "inconclusive": "⚠️"}
 
@@ -127,13 +127,13 @@ def _variant(kernel: KernelReport, index: int) -> list[str]:
 
 
 def _controls(report: Report) -> list[str]:
-    done, missing = wording.restored(report)
-    unseen = wording.unobserved(report.coverage)
+    done, missing = evidence.restored(report)
+    unseen = evidence.unobserved(report.coverage)
     groups = {
-        "Observer control": wording.observer_lines(report.observer),
+        "Observer control": evidence.observer_lines(report.observer),
         "Put back before each run": done,
         "Not put back": missing,
-        "Observed": wording.coverage_lines(report),
+        "Observed": evidence.coverage_lines(report),
         "Not observed": [*unseen[:10], *([f"{len(unseen) - 10:,} more"] if len(unseen) > 10 else [])],
     }
     lines = [f"- {title}: {cell('; '.join(items))}" for title, items in groups.items() if items]

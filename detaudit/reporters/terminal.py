@@ -12,7 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from detaudit.core.records import KernelReport, Report, VariantResult
-from detaudit.reporters import wording
+from detaudit.reporters import evidence, wording
 from detaudit.reporters.console import PLAIN_WIDTH, on_console
 from detaudit.reporters.tree import Line, module_tree
 
@@ -176,13 +176,13 @@ def _variants(variants: tuple[VariantResult, ...], width: int) -> list[Renderabl
 
 
 def _controls(console: Console, report: Report) -> None:
-    _section(console, "Observer control", [*map(Text, wording.observer_lines(report.observer))])
-    done, missing = wording.restored(report)
+    _section(console, "Observer control", [*map(Text, evidence.observer_lines(report.observer))])
+    done, missing = evidence.restored(report)
     lines: list[RenderableType] = [Text(item) for item in done]
     lines += [Text(f"not put back: {item}", style="yellow") for item in missing]
     _section(console, "Put back before each run", lines)
-    _section(console, "Observed", [*map(Text, wording.coverage_lines(report))])
-    unseen = wording.unobserved(report.coverage)
+    _section(console, "Observed", [*map(Text, evidence.coverage_lines(report))])
+    unseen = evidence.unobserved(report.coverage)
     shown: list[RenderableType] = [Text(item) for item in unseen[:MOST_LISTED]]
     if len(unseen) > MOST_LISTED:
         shown.append(Text(f"and {len(unseen) - MOST_LISTED:,} more; --format json lists all"))

@@ -120,14 +120,27 @@ def origin_details(origin: Origin) -> list[str]:
             f"alone, on its captured inputs, it {'differs too' if origin.isolated else 'does not differ'}"
         )
     if origin.healed is not None:
-        agreed = "agrees" if origin.healed else "still differs"
-        lines.append(f"with its output held fixed, everything downstream {agreed}")
+        agreed = "everything downstream agrees" if origin.healed else "something downstream still differs"
+        lines.append(f"with its output held fixed, {agreed}")
     if origin.ulp_histogram:
-        histogram = ", ".join(f"{value:,} by {key}" for key, value in origin.ulp_histogram.items())
-        lines.append(f"elements by distance in ULP: {histogram}")
+        lines.append(f"elements that differ, by ULPs: {ulp_counts(origin.ulp_histogram)}")
     if origin.max_ulp is None and origin.max_abs is None and origin.numbers_reason:
         lines.append(f"size not measured: {origin.numbers_reason}")
     return lines
+
+
+def ulp_counts(histogram: Mapping[str, int], most: int = 3) -> str:
+    """``522 by 1, 40 by 2 to 3, 7 by 4 or more``; a key is the lower end of a power-of-two range."""
+    powers = sorted((int(key), number) for key, number in histogram.items() if key.isdigit() and key != "0")
+    listed = [
+        f"{number:,} by {key if key == 1 else f'{key:,} to {2 * key - 1:,}'}" for key, number in powers[:most]
+    ]
+    if powers[most:]:
+        listed.append(f"{sum(number for _, number in powers[most:]):,} by {powers[most][0]:,} or more")
+    for key, words in (("0", "equal in value"), ("nan", "NaN on one side")):
+        if histogram.get(key):
+            listed.append(f"{histogram[key]:,} {words}")
+    return ", ".join(listed)
 
 
 def rate_line(report: Report) -> str:
@@ -223,91 +236,6 @@ def variant_cells(variant: VariantResult) -> tuple[list[str], list[str]]:
 
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
-
-
-def unobserved(coverage: Mapping[str, Any]) -> list[str]:
-    """What could not be seen, a line each: ``layers.0.attn out[1]: sparse layout``."""
-    return [_unobserved_entry(entry) for entry in coverage.get("unobserved") or ()]
-
-
-def _unobserved_entry(entry: Any) -> str:
-    if isinstance(entry, Mapping):
-        entry = [entry.get("module"), entry.get("site"), entry.get("reason")]
-    if isinstance(entry, (list, tuple)) and len(entry) >= 3:
-        module, site, reason = (str(part or "") for part in entry[:3])
-        return f"{' '.join(filter(None, (module_name(module), site)))}: {reason}"
-    return plain(entry)
-
-
-def coverage_lines(report: Report) -> list[str]:
-    """How much was seen, what was left out on request, and what the history control found."""
-    coverage, lines = report.coverage, []
-    counted = ((coverage.get("calls"), "call"), (coverage.get("modules_called"), "module"))
-    seen = [count(number, noun) for number, noun in counted if number]
-    if seen:
-        lines.append(f"{' of '.join(seen)} in each run")
-    if coverage.get("excluded"):
-        lines.append(f"left out on request: {joined(map(module_name, coverage['excluded']))}")
-    history = coverage.get("history")
-    if isinstance(history, Mapping) and history.get("positions"):
-        differing = history.get("differing") or 0
-        what = (
-            f"{differing:,} of {count(history['positions'], 'run')} differ"
-            if differing
-            else "run k equals run k"
-        )
-        lines.append(f"history control, two fresh processes with the same sequence of runs: {what}")
-    if coverage.get("unmatched"):
-        number = count(len(coverage["unmatched"]), "call")
-        lines.append(f"without a counterpart in other runs: {number}, listed by --format json")
-    return lines
-
-
-def observer_lines(observer: Mapping[str, Any]) -> list[str]:
-    """What recording itself changed, as far as the runs without it tell."""
-    if "agree" not in observer:
-        return [f"{key.replace('_', ' ')}: {plain(value)}" for key, value in observer.items()]
-    lines = [_observed("on", observer), _observed("off", observer)]
-    agree, p_value = observer["agree"], observer.get("p_value")
-    differs = bool(observer.get("differing_on") or observer.get("differing_off"))
-    test = "" if p_value is None or not differs else f" (Fisher's exact test: p = {p_value:.2g})"
-    verdicts = {True: "recording changed nothing that shows", False: "recording changes the outcome"}
-    return [*lines, verdicts.get(agree, "nothing to compare") + test]
-
-
-def _observed(side: str, observer: Mapping[str, Any]) -> str:
-    runs, differing = observer.get(f"runs_{side}") or 0, observer.get(f"differing_{side}") or 0
-    found = f"{differing:,} of {count(max(runs - 1, 0), 'comparison')} differ"
-    return f"hooks {side}: {count(runs, 'run')}, {found}"
-
-
-def restored(report: Report) -> tuple[list[str], list[str]]:
-    """(what every run started with, what could not be put back and why)."""
-    done: list[str] = []
-    missing: list[str] = []
-    for name, value in report.restored.items():
-        label = name.replace("_", " ")
-        parts, lost = _restored_parts(label, value if isinstance(value, Mapping) else {label: value})
-        missing += lost
-        if parts:
-            done.append(label if parts == [label] else f"{label}: {joined(parts)}")
-    return done, missing
-
-
-def _restored_parts(label: str, values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    parts: list[str] = []
-    missing: list[str] = []
-    for name, value in values.items():
-        text = name.replace("_", " ") if name.isidentifier() else name
-        if name == "not_put_back" and isinstance(value, Mapping):
-            missing += [f"{path}: {why}" for path, why in value.items()]
-        elif value is False or (isinstance(value, str) and value.startswith("not put back")):
-            missing.append(f"{text}: {value.removeprefix('not put back: ')}" if value else text)
-        elif value is True or value == "put back":
-            parts.append(text)
-        elif value not in (None, 0, "", [], (), {}):
-            parts.append(plain(value) if text == label else f"{text} {plain(value)}")
-    return parts, missing
 
 
 def next_commands(report: Report) -> list[str]:

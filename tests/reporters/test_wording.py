@@ -73,12 +73,21 @@ def test_no_difference_is_a_bound_with_its_number_of_comparisons() -> None:
     )
 
 
-def test_unobserved_entries_in_either_form() -> None:
-    entries = [["a.b", "out", "sparse"], {"module": "", "site": "", "reason": "compiled"}, "free text"]
-    assert wording.unobserved({"unobserved": entries}) == ["a.b out: sparse", "(root): compiled", "free text"]
-    assert wording.unobserved({}) == []
-
-
 def test_next_command_quotes_what_a_shell_would_split() -> None:
     report = Report("deterministic", 2, 0, 1, 1.0, Rate(0.0, 0.0, 0.95, 1), target="my model.py")
     assert wording.next_commands(report) == ["detaudit run 'my model.py' --runs 300"]
+
+
+def test_ulp_counts_are_grouped_behind_the_first_ranges() -> None:
+    histogram = {"0": 5, "1": 1000, "2": 40, "4": 7, "8": 2, "64": 1, "nan": 3}
+    assert wording.ulp_counts(histogram) == (
+        "1,000 by 1, 40 by 2 to 3, 7 by 4 to 7, 3 by 8 or more, 5 equal in value, 3 NaN on one side"
+    )
+    assert wording.ulp_counts({"1": 1}) == "1 by 1"
+
+
+def test_an_origin_of_another_condition_names_no_total() -> None:
+    report = Report("nondeterministic", 2, 0, 1, 1.0, Rate(0.0, 0.0, 0.95, 1))
+    assert wording.origin_rate(origin(runs_differing=5), report) == "5 runs"
+    assert wording.origin_rate(origin(runs_differing=1), report) == "1 of 1 run"
+    assert wording.calls_of(origin(call=2, calls=4)) == "call 2 and 3 more of its calls"
