@@ -38,7 +38,7 @@ def coverage_lines(report: Report) -> list[str]:
         what = (
             f"{differing:,} of {count(history['positions'], 'run')} differ"
             if differing
-            else "every run equals its counterpart, so it is hidden state and not a race"
+            else "every run equals its counterpart"
         )
         lines.append(f"history control, two fresh processes with the same sequence of runs: {what}")
     if coverage.get("unmatched"):

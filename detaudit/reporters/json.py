@@ -1,4 +1,4 @@
-"""The report as JSON, the form documented in docs/trace-format.md."""
+"""The report as JSON; ``detaudit.core.records`` describes every field."""
 
 from __future__ import annotations
 
