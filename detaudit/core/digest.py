@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import functools
 import struct
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -61,6 +63,10 @@ class Digester(Protocol):
         """
         ...
 
+    def submit_all(self, tensors: Sequence[Tensor]) -> list[Pending]:
+        """``submit`` for each; on a device in one launch where possible, which is cheaper."""
+        ...
+
     def submit_scalar(self, scalar: object) -> Pending:
         """Digest a host scalar (see ``scalar_value``)."""
         ...
@@ -93,6 +99,9 @@ class HostDigester:
     def submit(self, tensor: Tensor) -> Ready:
         return Ready(digest(tensor))
 
+    def submit_all(self, tensors: Sequence[Tensor]) -> list[Pending]:
+        return [self.submit(tensor) for tensor in tensors]
+
     def submit_scalar(self, scalar: object) -> Ready:
         return Ready(scalar_value(scalar))
 
@@ -105,8 +114,23 @@ class HostDigester:
 
 
 def make_digester(device: torch.device | str) -> Digester:
-    """The digester for a target on this device."""
-    return HostDigester()
+    """The digester for a target that computes on this device.
+
+    For CUDA one that digests on the device; where that cannot run, a host digester whose ``notes`` say so.
+    """
+    wanted = torch.device(device)
+    if wanted.type != "cuda":
+        return HostDigester()
+    from detaudit.core.device.digester import DeviceDigester
+    from detaudit.core.device.driver import DeviceUnavailable
+
+    try:
+        return DeviceDigester(wanted.index)
+    except (DeviceUnavailable, torch.cuda.OutOfMemoryError) as error:
+        reason = str(error).splitlines()[0]
+        return HostDigester(
+            (f"CUDA tensors were copied to the host to be digested, which waits each time: {reason}",)
+        )
 
 
 @contextlib.contextmanager
@@ -118,11 +142,29 @@ def unseen() -> Iterator[None]:
         torch._C._DisableFuncTorch(),
         torch.no_grad(),
     ):
-        yield
+        _inside.depth += 1
+        try:
+            yield
+        finally:
+            _inside.depth -= 1
+
+
+class _Inside(threading.local):
+    depth = 0
+
+
+_inside = _Inside()
 
 
 def _unseen(function: Callable[P, T]) -> Callable[P, T]:
-    return unseen()(function)
+    """Run it unseen; at no cost for a caller that is so already, as is one who digests many tensors."""
+    guarded = unseen()(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs) if _inside.depth else guarded(*args, **kwargs)
+
+    return call
 
 
 def dtype_name(dtype: torch.dtype) -> str:

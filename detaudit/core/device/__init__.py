@@ -1,0 +1,1 @@
+"""The digest of CUDA tensors, computed on the device: kernel, launcher, ring."""

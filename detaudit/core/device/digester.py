@@ -1,0 +1,110 @@
+"""The digester for CUDA: leaf digests are computed on the current stream, without waiting for it.
+
+A submitted tensor is digested by a kernel queued right there, after the kernel that produced it and before
+whatever comes next on that stream. Digests wait in a ring on the device until ``finish`` copies them, once
+per run. Under stream capture the kernels become part of the graph; see ``GraphSlots``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from detaudit.core.device.queue import DeviceQueue, GraphSlots
+from detaudit.core.device.ring import LIMIT_BYTES, SEGMENT_BYTES
+from detaudit.core.digest import NotObservable, Pending, Ready, digest, scalar_value, unseen
+
+
+class DeviceDigester:
+    """Digests CUDA tensors on their device, and everything else on the host at once.
+
+    Several threads may submit. Memory is bounded: per device a ring that starts with ``segment_bytes`` and
+    grows to at most ``limit_bytes``, and as much pinned host memory.
+
+    Raises:
+        DeviceUnavailable: the kernel cannot be compiled or loaded on the device.
+    """
+
+    def __init__(
+        self, device: int | None = None, *, segment_bytes: int = SEGMENT_BYTES, limit_bytes: int = LIMIT_BYTES
+    ) -> None:
+        self._sizes = segment_bytes, limit_bytes
+        self._queues: dict[int, DeviceQueue] = {}
+        self._captures: dict[int, GraphSlots] = {}
+        self._queue(torch.cuda.current_device() if device is None else device)
+
+    def _queue(self, index: int) -> DeviceQueue:
+        queue = self._queues.get(index)
+        if queue is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise NotObservable(f"cuda:{index} is first used while a graph is captured")
+            with torch.cuda.device(index), unseen():
+                queue = self._queues[index] = DeviceQueue(index, *self._sizes)
+        return queue
+
+    def submit(self, tensor: Tensor) -> Pending:
+        return self.submit_all((tensor,))[0]
+
+    def submit_all(self, tensors: Sequence[Tensor]) -> list[Pending]:
+        """``submit`` for each, in one launch where possible: for tensors at hand at the same time."""
+        with (
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableTorchDispatch(),
+            torch._C._DisableFuncTorch(),
+        ):
+            devices = {tensor.get_device() for tensor in tensors}
+            if len(devices) == 1 and tensors[0].is_cuda:
+                return self._submit(tensors, devices.pop())
+            return [
+                self._submit((tensor,), tensor.get_device())[0] if tensor.is_cuda else Ready(digest(tensor))
+                for tensor in tensors
+            ]
+
+    def _submit(self, tensors: Sequence[Tensor], index: int) -> list[Pending]:
+        if index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self._submit(tensors, index)
+        queue = self._queue(index)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        with queue.lock:
+            planned = [queue.planned(tensor) for tensor in tensors]
+            if torch._C._cuda_isCurrentStreamCapturing():
+                return [*self._slots(queue).capture(planned, stream)]
+            return [*queue.submit(planned, stream)]
+
+    def _slots(self, queue: DeviceQueue) -> GraphSlots:
+        slots = self._captures.setdefault(threading.get_ident(), GraphSlots(queue))
+        if slots.device != queue.index:
+            raise NotObservable(f"the graph is of cuda:{slots.device}, the tensor of another device")
+        return slots
+
+    def submit_scalar(self, scalar: object) -> Pending:
+        return Ready(scalar_value(scalar))
+
+    def finish(self) -> None:
+        for queue in self._queues.values():
+            queue.collect()
+
+    def take_capture(self) -> GraphSlots | None:
+        """What this thread submitted under capture since the last call; to be called when a capture ended."""
+        return self._captures.pop(threading.get_ident(), None)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes held over all devices: ``device_bytes`` and ``pinned_bytes``."""
+        queues = self._queues.values()
+        return {
+            "device_bytes": sum(queue.device_bytes for queue in queues),
+            "pinned_bytes": sum(queue.ring.pinned_bytes for queue in queues),
+        }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        flushes = sum(queue.ring.flushes for queue in self._queues.values())
+        limit = self._sizes[1] >> 20
+        return (f"the digest ring ({limit} MiB) ran full {flushes} times and waited for the device",) * bool(
+            flushes
+        )

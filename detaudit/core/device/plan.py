@@ -1,0 +1,187 @@
+"""What the kernel has to do for a tensor of one dtype, shape, stride and alignment. Pure; no torch.
+
+``Source`` in xxh3.cu has the same layout.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from detaudit.core.geometry import LEAF_BYTES, LEAF_DIGEST_BYTES, RAW_BYTES, Geometry, geometry
+
+THREADS = 256
+MAX_DIMS = 6
+MAX_SOURCES = 8
+SOURCE = struct.Struct(f"<4Q{MAX_DIMS}Q{MAX_DIMS}Q8I")
+BATCH_BYTES = SOURCE.size * MAX_SOURCES + 8
+FIRST_BLOCK = struct.Struct("<I")
+FIRST_BLOCK_OFFSET = SOURCE.size - 8
+COUNT_OFFSET = SOURCE.size * MAX_SOURCES
+BASE_AND_OUT = struct.Struct("<2Q")
+SLOT_ALIGNMENT = 16
+MAX_LEAVES = 1 << 31
+"""Leaf indices are 32-bit on the device."""
+
+SHORT_BYTES = 240
+"""XXH3 has its own formulas up to this length."""
+QUAD_BYTES = 1024
+"""Up to one block there is nothing to scramble."""
+WARP_BYTES = 16_384
+CROWD = 1024
+"""With fewer leaves than this a whole thread block takes each that is longer than a chunk of 4,096 bytes."""
+
+
+class Kind(IntEnum):
+    """How threads are assigned; the numbers are those of xxh3.cu."""
+
+    COPY = 0
+    THREAD_PER_LEAF = 1
+    QUAD_PER_LEAF = 2
+    WARP_PER_LEAF = 3
+    BLOCK_PER_LEAF = 4
+
+
+_LEAVES_PER_BLOCK = {
+    Kind.THREAD_PER_LEAF: THREADS,
+    Kind.QUAD_PER_LEAF: THREADS // 4,
+    Kind.WARP_PER_LEAF: THREADS // 32,
+    Kind.BLOCK_PER_LEAF: 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Work for one tensor.
+
+    Args:
+        dtype, shape, item_bytes: of the tensor.
+        kind: COPY for small tensors, which travel as raw bytes.
+        out_bytes: bytes written to the ring: the leaf digests, or the raw bytes.
+        blocks: thread blocks that it can use.
+        packed: ``Source`` with ``base``, ``out`` and ``first_block`` left at 0.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    item_bytes: int
+    kind: Kind
+    out_bytes: int
+    blocks: int
+    packed: bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-self.out_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+def plan(
+    dtype: str, shape: Sequence[int], strides: Sequence[int], item_bytes: int, address: int, max_blocks: int
+) -> Plan | None:
+    """Plan for a tensor with these strides (in elements), or None if it must be made contiguous first.
+
+    Args:
+        address: of its first byte; only the lowest four bits matter.
+        max_blocks: thread blocks that can be resident at a time.
+
+    Raises:
+        ValueError: it has more leaves than the device can count.
+    """
+    cut = geometry(shape, item_bytes)
+    if cut.leaves >= MAX_LEAVES:
+        raise ValueError(f"{cut.leaves:,} leaves, more than {MAX_LEAVES:,}")
+    small = cut.nbytes <= RAW_BYTES
+    rows = _runs(shape, strides, item_bytes) if small else _rows(shape, strides, item_bytes, cut)
+    if rows is None:
+        return None
+    dims, row_bytes = rows
+    kind = Kind.COPY if small else _kind(cut)
+    alignment = _alignment(address, dims, cut)
+    blocks = -(-cut.nbytes // (4 * THREADS)) if small else -(-cut.leaves // _LEAVES_PER_BLOCK[kind])
+    blocks = min(blocks, max_blocks)
+    filler = [0] * (MAX_DIMS - len(dims))
+    packed = SOURCE.pack(
+        0,
+        0,
+        math.prod(size for size, _ in dims),
+        row_bytes,
+        *(stride for _, stride in dims),
+        *filler,
+        *(size for size, _ in dims),
+        *filler,
+        len(dims),
+        cut.rows_per_leaf,
+        cut.leaves_per_row,
+        cut.leaves,
+        kind,
+        alignment,
+        0,
+        blocks,
+    )
+    out_bytes = cut.nbytes if small else cut.leaves * LEAF_DIGEST_BYTES
+    return Plan(dtype, tuple(shape), item_bytes, kind, out_bytes, blocks, packed)
+
+
+Dims = list[tuple[int, int]]
+"""(size, stride in bytes), outermost first."""
+
+
+def _collapsed(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Dims:
+    """Dimensions merged wherever one steps over exactly the extent of the next."""
+    dims: Dims = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride * item_bytes:
+            dims[-1] = (dims[-1][0] * size, stride * item_bytes)
+        else:
+            dims.append((size, stride * item_bytes))
+    return dims
+
+
+def _rows(
+    shape: Sequence[int], strides: Sequence[int], item_bytes: int, cut: Geometry
+) -> tuple[Dims, int] | None:
+    """Rows as the geometry has them, each contiguous."""
+    if shape and shape[-1] > 1 and strides[-1] != 1:
+        return None
+    dims = _collapsed(shape[:-1], strides[:-1], item_bytes) or [(1, cut.row_bytes)]
+    dense = dims in ([(cut.rows, cut.row_bytes)], [(1, cut.row_bytes)])
+    if len(dims) > MAX_DIMS or (cut.rows_per_leaf > 1 and not dense):
+        return None
+    return dims, cut.row_bytes
+
+
+def _runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[Dims, int] | None:
+    """The longest contiguous runs, whatever rows they are of: all that a copy needs."""
+    dims = _collapsed(shape, strides, item_bytes)
+    run = item_bytes
+    if dims and dims[-1][1] == item_bytes:
+        run = dims.pop()[0] * item_bytes
+    return None if len(dims) > MAX_DIMS else (dims or [(1, run)], run)
+
+
+def _kind(cut: Geometry) -> Kind:
+    longest = min(cut.rows_per_leaf * cut.row_bytes, LEAF_BYTES)
+    if longest <= SHORT_BYTES:
+        return Kind.THREAD_PER_LEAF
+    if longest <= QUAD_BYTES:
+        return Kind.QUAD_PER_LEAF
+    if longest <= (RAW_BYTES if cut.leaves < CROWD else WARP_BYTES):
+        return Kind.WARP_PER_LEAF
+    return Kind.BLOCK_PER_LEAF
+
+
+def _alignment(address: int, dims: Dims, cut: Geometry) -> int:
+    """16, 8 or 4 (which stands for any): a divisor of the address of every leaf's first byte if above 4."""
+    if cut.rows_per_leaf > 1:
+        steps = [address & 15, cut.rows_per_leaf * cut.row_bytes]
+    else:
+        steps = [address & 15, *(stride for size, stride in dims if size > 1)]
+    for alignment in (16, 8):
+        if all(step % alignment == 0 for step in steps):
+            return alignment
+    return 4

@@ -1,0 +1,229 @@
+"""Queues digests on one device: plans them, finds room for them, launches the kernel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from detaudit.core.device import plan as plans
+from detaudit.core.device.driver import Kernel, copy_on_device, cubin
+from detaudit.core.device.plan import Kind, Plan
+from detaudit.core.device.ring import Fill, Ring, RingTooSmall, Segment, new_segment
+from detaudit.core.digest import NotObservable, as_words, dtype_name, unseen, value_of
+from detaudit.core.geometry import root_of
+from detaudit.core.recording import Value
+
+SLOT_SEGMENT_BYTES = 4 << 20
+MAX_PLANS = 1 << 16
+
+Planned = tuple[Plan, Tensor]
+"""A plan and the tensor it is for, which lives until the kernel that reads it is queued."""
+
+
+class DevicePending:
+    """A digest in the ring."""
+
+    __slots__ = ("_fill", "_offset", "_plan", "_value")
+
+    def __init__(self, plan: Plan, fill: Fill, offset: int) -> None:
+        self._plan = plan
+        self._fill = fill
+        self._offset = offset
+        self._value: Value | None = None
+
+    @property
+    def value(self) -> Value:
+        if self._value is None:
+            self._value = self._read()
+        return self._value
+
+    def _read(self) -> Value:
+        if self._fill.data is None:
+            raise RuntimeError("the digest is still on the device; call finish() first")
+        plan = self._plan
+        written = self._fill.data[self._offset : self._offset + plan.out_bytes]
+        if plan.kind is Kind.COPY:
+            return value_of(plan.dtype, plan.shape, plan.item_bytes, written)
+        return Value(root_of(plan.dtype, plan.shape, written), plan.dtype, plan.shape, written, None)
+
+
+class CapturedPending:
+    """A digest that became part of a graph: it has a value per replay. ``index`` is its place among them."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    @property
+    def value(self) -> Value:
+        raise RuntimeError("this digest was captured into a CUDA graph; each replay has a value of its own")
+
+
+class DeviceQueue:
+    """Kernel, ring and plans of one device. ``lock`` is held by whoever queues.
+
+    Raises:
+        DeviceUnavailable: the kernel cannot be compiled or loaded.
+    """
+
+    def __init__(self, index: int, segment_bytes: int, limit_bytes: int) -> None:
+        properties = torch.cuda.get_device_properties(index)
+        source = Path(plans.__file__).with_name("xxh3.cu").read_bytes()
+        code = cubin(source, f"sm_{properties.major}{properties.minor}")
+        self.index = index
+        self.lock = threading.RLock()
+        self.ring = Ring(index, segment_bytes, limit_bytes)
+        self.slots = new_segment(min(SLOT_SEGMENT_BYTES, segment_bytes), index)
+        self._slot_segment_bytes = self.slots.size
+        self._kernel = Kernel(code, "digest_batch", index, plans.BATCH_BYTES, plans.THREADS)
+        self._max_blocks = properties.multi_processor_count * self._kernel.blocks_per_multiprocessor()
+        self._plans: dict[object, Plan | None] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def planned(self, tensor: Tensor) -> Planned:
+        """The plan, and the tensor it is for: a copy where bits must be resolved or rows made contiguous."""
+        dtype = tensor.dtype
+        if tensor.is_conj() or tensor.is_neg():
+            with unseen():
+                tensor = as_words(tensor)
+        plan = self._plan(tensor, dtype)
+        if plan is None:
+            with unseen():
+                tensor = as_words(tensor).contiguous()
+            plan = self._plan(tensor, dtype)
+            assert plan is not None, "a contiguous tensor has contiguous rows"
+        return plan, tensor
+
+    def _plan(self, tensor: Tensor, dtype: torch.dtype) -> Plan | None:
+        address = tensor.data_ptr()
+        key = (dtype, tensor.shape, tensor.stride(), address & 15)
+        try:
+            return self._plans[key]
+        except KeyError:
+            pass
+        if address == 0 and tensor.numel():
+            raise NotObservable("its storage was freed")
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        layout = tensor.shape, tensor.stride(), tensor.element_size()
+        try:
+            found = plans.plan(dtype_name(dtype), *layout, address, self._max_blocks)
+        except ValueError as error:
+            raise NotObservable(str(error)) from error
+        self._plans[key] = found
+        return found
+
+    def submit(self, planned: Sequence[Planned], stream: int) -> list[DevicePending]:
+        """Queue digests into the ring, on a raw stream.
+
+        Raises:
+            NotObservable: a digest alone is larger than the ring.
+        """
+        try:
+            segment, offset = self.ring.reserve(sum(plan.slot_bytes for plan, _ in planned))
+        except RingTooSmall as error:
+            if len(planned) == 1:
+                raise NotObservable(f"its leaf digests do not fit into the ring ({error})") from error
+            return [self.submit([item], stream)[0] for item in planned]
+        pendings, work = [], []
+        for plan, tensor in planned:
+            pendings.append(DevicePending(plan, segment.fill, offset))
+            work.append((plan, tensor.data_ptr(), segment.address + offset))
+            offset += plan.slot_bytes
+            self._keep(tensor, stream)
+        self._launch(work, stream)
+        self.ring.queued(stream)
+        return pendings
+
+    def _keep(self, tensor: Tensor, stream: int) -> None:
+        """Memory that belongs to another stream must not be reused there before the digest has run here."""
+        found = self._streams.get(stream)
+        if found is None:
+            found = self._streams[stream] = torch.cuda.current_stream(self.index)
+        tensor.record_stream(found)
+
+    def _launch(self, work: Sequence[tuple[Plan, int, int]], stream: int) -> None:
+        """Queue (plan, address of the tensor, address of the slot) in as few launches as they fit into."""
+        parameters = self._kernel.parameters
+        for first in range(0, len(work), plans.MAX_SOURCES):
+            part = work[first : first + plans.MAX_SOURCES]
+            blocks = at = 0
+            for plan, address, out in part:
+                end = at + plans.SOURCE.size
+                parameters[at:end] = plan.packed
+                plans.BASE_AND_OUT.pack_into(parameters, at, address, out)
+                plans.FIRST_BLOCK.pack_into(parameters, at + plans.FIRST_BLOCK_OFFSET, blocks)
+                blocks += plan.blocks
+                at = end
+            plans.FIRST_BLOCK.pack_into(parameters, plans.COUNT_OFFSET, len(part))
+            if blocks:
+                self._kernel.launch(blocks, stream)
+
+    def reserve_slot(self, size: int) -> tuple[Segment, int]:
+        """Room that stays the graph's own; allocates, from the graph's pool, only beyond the reserve."""
+        if self.slots.used + size > self.slots.size:
+            self.slots = new_segment(max(size, self._slot_segment_bytes), self.index)
+        offset = self.slots.used
+        self.slots.used = offset + size
+        return self.slots, offset
+
+    def collect(self) -> None:
+        """Bring all digests to the host, and have a reserve for the next graph. Waits for the device."""
+        with self.lock, torch.cuda.device(self.index), unseen():
+            self.ring.collect()
+            if self.slots.used > self.slots.size // 2:
+                self.slots = new_segment(self._slot_segment_bytes, self.index)
+
+    @property
+    def device_bytes(self) -> int:
+        return self.ring.device_bytes + self.slots.size
+
+
+class GraphSlots:
+    """The digests of one captured graph: every replay writes them to the same slots."""
+
+    def __init__(self, queue: DeviceQueue) -> None:
+        self.device = queue.index
+        self._queue = queue
+        self._digests: list[tuple[Plan, int, int]] = []
+        self._ranges: list[tuple[Segment, int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def capture(self, planned: Sequence[Planned], stream: int) -> list[CapturedPending]:
+        """Make digests part of the graph that is being captured on a raw stream."""
+        work = [(plan, tensor.data_ptr(), self._slot(plan)) for plan, tensor in planned]
+        self._queue._launch(work, stream)
+        return [CapturedPending(index) for index in range(len(self) - len(work), len(self))]
+
+    def _slot(self, plan: Plan) -> int:
+        segment, offset = self._queue.reserve_slot(plan.slot_bytes)
+        end = offset + plan.slot_bytes
+        if self._ranges and self._ranges[-1][0] is segment:
+            self._ranges[-1] = (segment, self._ranges[-1][1], end)
+        else:
+            self._ranges.append((segment, offset, end))
+        self._digests.append((plan, len(self._ranges) - 1, offset - self._ranges[-1][1]))
+        return segment.address + offset
+
+    def replayed(self) -> list[DevicePending]:
+        """Keep the digests of the replay that was just queued on the current stream.
+
+        The slots are copied into the ring in stream order, before a later replay can write to them. The
+        result is in the order of submission; ``CapturedPending.index`` is the position in it.
+        """
+        queue, copies = self._queue, []
+        with queue.lock, torch.cuda.device(queue.index), unseen():
+            stream = torch.cuda.current_stream(queue.index).cuda_stream
+            for segment, start, end in self._ranges:
+                into, offset = queue.ring.reserve(end - start)
+                copy_on_device(into.address + offset, segment.address + start, end - start, stream)
+                copies.append((into.fill, offset))
+            queue.ring.queued(stream)
+        return [DevicePending(plan, copies[i][0], copies[i][1] + offset) for plan, i, offset in self._digests]
