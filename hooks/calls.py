@@ -124,7 +124,9 @@ class Wrappers:
     def remove(self) -> None:
         torch.jit._recursive.create_script_module = self._create_script_module
         for (cls, name), original in reversed(self._originals.items()):
-            setattr(cls, name, original)
+            # A method that the target replaced meanwhile is the target's business.
+            if getattr(cls.__dict__.get(name), "__wrapped__", None) is original:
+                setattr(cls, name, original)
         self._originals.clear()
         self._seen.clear()
 

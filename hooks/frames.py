@@ -20,6 +20,9 @@ from detaudit.hooks.observe import PendingRecord
 REMOVED = "<removed>"
 
 
+_NOTHING = PendingRecord()
+
+
 @dataclass(eq=False, slots=True)
 class Frame:
     """One call, from the moment it is made.
@@ -49,12 +52,12 @@ class Frame:
     live_ordinal: int = 0
     error: str | None = None
     seen_again: bool = False
-    rng: PendingRecord = field(default_factory=PendingRecord)
-    before: PendingRecord = field(default_factory=PendingRecord)
-    after: PendingRecord = field(default_factory=PendingRecord)
-    state: PendingRecord = field(default_factory=PendingRecord)
-    state_after: PendingRecord = field(default_factory=PendingRecord)
-    out: PendingRecord = field(default_factory=PendingRecord)
+    rng: PendingRecord = _NOTHING
+    before: PendingRecord = _NOTHING
+    after: PendingRecord = _NOTHING
+    state: PendingRecord = _NOTHING
+    state_after: PendingRecord = _NOTHING
+    out: PendingRecord = _NOTHING
     children: list[Frame] = field(default_factory=list)
     captured: CapturedCall | None = None
     module: nn.Module | None = None
@@ -95,7 +98,7 @@ class Built:
     alone: bool
 
 
-def build(top: list[Frame], attached: bool) -> Built:
+def build(top: list[Frame], outermost: list[Frame], attached: bool) -> Built:
     """Calls in execution order, a parent before its children, from the outermost frames.
 
     The outermost calls of worker threads are sorted within the gap between their parent's other children in
@@ -106,7 +109,8 @@ def build(top: list[Frame], attached: bool) -> Built:
     resolved: dict[int, _Resolved] = {}
     ordered = list(_in_order(top, -1, resolved))
     frames = [frame for frame, _ in ordered]
-    alone = _number_trees(frames) == 1 and not attached
+    # Outermost calls that --exclude leaves out have names all the same: those of the final output.
+    alone = _number_trees([*_arranged(outermost, {}), *frames]) == 1 and not attached
     ordinals: Counter[str] = Counter()
     built = Built([], frames, [], alone)
     seen: dict[tuple[str, str, str], None] = {}

@@ -31,7 +31,7 @@ _STATELESS = (
 """Neither data nor holders of data a call would read: they are passed over without a word."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PendingRecord:
     """Digests on their way: (site, pending) and (site, reason) of what could not be observed."""
 
@@ -59,6 +59,7 @@ class Observer:
     def __init__(self, digester: Digester) -> None:
         self._digester = digester
         self._constants: dict[tuple[type, object], Pending] = {}
+        self._states: dict[torch.Generator, tuple[Tensor, Pending]] = {}
         self._moment: dict[int, tuple[object, list[tuple[str, Pending]]]] = {}
 
     def moment(self) -> None:
@@ -80,7 +81,7 @@ class Observer:
             if isinstance(leaf, Tensor):
                 record.entries.extend((site + suffix, pending) for suffix, pending in self._tensor(leaf))
             elif isinstance(leaf, torch.Generator):
-                record.entries.append((site, self._digester.submit(leaf.get_state())))
+                record.entries.append((site, self._generator(leaf)))
             elif isinstance(leaf, Opaque):
                 record.unobserved.append((site, leaf.reason))
             elif _is_array(leaf):
@@ -97,6 +98,14 @@ class Observer:
         if pending is None:
             pending = self._constants[kind, value] = self._digester.submit_scalar(value)
         return pending
+
+    def _generator(self, generator: torch.Generator) -> Pending:
+        """The state, digested only where it has moved since it was last asked for: it hardly ever has."""
+        state = generator.get_state()
+        known = self._states.get(generator)
+        if known is None or not torch.equal(known[0], state):
+            known = self._states[generator] = (state, self._digester.submit(state))
+        return known[1]
 
     def _tensor(self, tensor: Tensor) -> list[tuple[str, Pending]]:
         known = self._moment.get(id(tensor))

@@ -171,7 +171,7 @@ class RecordedRun:
 
     def fill(self, recording: Recording) -> None:
         """Turn what was seen into the recording; after the digester's ``finish()``."""
-        built = build(self._top, self.names.attached)
+        built = build(self._top, self._outermost, self.names.attached)
         recording.calls = built.calls
         recording.final = final_record(self._outermost, built.alone)
         recording.captured = self._captured(built)
@@ -256,12 +256,12 @@ class RecordedRun:
     def _unobserved(self, built: Built) -> tuple[tuple[str, str, str], ...]:
         called = {frame.place for frame in built.frames}
         inside = {
-            (member.name(built.alone), "", reason): None
+            (member.name(built.alone), "", reason)
             for reason, members in self._closed.values()
             for member in members
             if member not in called
         }
-        return tuple({**dict.fromkeys(built.unobserved), **inside, **self._notes})
+        return tuple(sorted({*built.unobserved, *inside, *self._notes}))
 
 
 def _is_step(top: Frame, module: nn.Module, entry: Entry) -> bool:
