@@ -28,7 +28,7 @@ class Encoder:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self.tables = Tables(connection)
-        self._sites = Sites(connection)
+        self._sites = Sites(connection, self.tables.layouts.keys)
         self._raw_left = RAW_BUDGET - _raw_bytes(connection)
         self._place: tuple[int, int, str] = (RUN_LEVEL, 0, "")
         self._introduces = False

@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-MAP_LIMIT = 1_000_000
+MAP_LIMIT = 3_000_000
 """Entries of a map in memory, about 150 bytes each."""
 
 K = TypeVar("K")
@@ -42,19 +42,20 @@ class SmallTable(Generic[K]):
         self._to_row = to_row
         self._from_row = from_row
         self._ids: dict[K, int] = {}
-        self._next = 0
+        self.keys: list[K] = []
 
     def catch_up(self) -> None:
         """Read what was committed since; ids are consecutive from 0."""
-        for row in self._connection.execute(self._select, (self._next,)).fetchall():
-            self._ids[self._from_row(*row)] = self._next
-            self._next += 1
+        for row in self._connection.execute(self._select, (len(self.keys),)).fetchall():
+            key = self._from_row(*row)
+            self._ids[key] = len(self.keys)
+            self.keys.append(key)
 
     def id(self, key: K, *more: object) -> int:
         found = self._ids.get(key)
         if found is None:
-            found = self._ids[key] = self._next
-            self._next += 1
+            found = self._ids[key] = len(self.keys)
+            self.keys.append(key)
             self._connection.execute(self._insert, (found, *self._to_row(key), *more))
         return found
 

@@ -8,8 +8,8 @@ import sqlite3
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,9 @@ from detaudit.core.geometry import ITEM_BYTES, rows_differing
 from detaudit.core.recording import ModuleInfo, RunColumns, Value
 from detaudit.trace import columns
 from detaudit.trace.interning import parse_shape, parse_sites
-from detaudit.trace.schema import check_format, connect, reading
+from detaudit.trace.schema import check_file, check_format, connect, reading
+
+_NEIGHBOURS = 16
 
 
 def open_trace(path: str | Path) -> Trace:
@@ -34,16 +36,8 @@ def open_trace(path: str | Path) -> Trace:
         TraceVersion: written by a version of the format that this detaudit does not know.
     """
     path = Path(path)
+    check_file(path)
     with reading(path):
-        try:
-            is_folder = path.is_dir()
-            path.stat()
-        except FileNotFoundError as error:
-            raise TraceUnreadable(f"{path} does not exist; check the path") from error
-        except ValueError as error:
-            raise TraceUnreadable(f"{str(path)!r} is not a file name ({error}); check the path") from error
-        if is_folder:
-            raise TraceUnreadable(f"{path} is a folder; give the *.detaudit file itself")
         return _open(path)
 
 
@@ -60,7 +54,7 @@ class Trace:
     @cached_property
     def modules(self) -> Sequence[ModuleInfo]:
         rows = self._rows("SELECT path, class, aliases FROM module ORDER BY id")
-        with self._intact():
+        with reading(self.path):
             return [ModuleInfo(path, cls, tuple(json.loads(aliases))) for path, cls, aliases in rows]
 
     @cached_property
@@ -70,7 +64,7 @@ class Trace:
     @cached_property
     def meta(self) -> Mapping[str, object]:
         rows = self._rows("SELECT key, value FROM meta ORDER BY key")
-        with self._intact():
+        with reading(self.path):
             return {key: json.loads(value) for key, value in rows}
 
     @cached_property
@@ -86,7 +80,7 @@ class Trace:
     def report(self) -> dict[str, Any] | None:
         """The stored analysis, or None. Reads no runs."""
         rows = self._rows("SELECT body FROM report")
-        with self._intact():
+        with reading(self.path):
             return dict(json.loads(rows[0][0])) if rows else None
 
     def runs(self) -> Sequence[RunColumns]:
@@ -101,17 +95,15 @@ class Trace:
         """(site path, value id) pairs, sorted by site path."""
         found = self._records.get(record_id)
         if found is None:
-            layout, value_ids = self._row("SELECT layout, value_ids FROM record WHERE id = ?", record_id)
-            with self._intact():
-                found = tuple(zip(self._layouts[layout], columns.from_bytes(value_ids), strict=True))
-            self._records[record_id] = found
+            self._read_records(record_id)
+            found = self._records[record_id]
         return found
 
     def value(self, value_id: int) -> Value:
         type_, root, leaves, raw = self._row(
             "SELECT type, root, leaves, raw FROM value WHERE id = ?", value_id
         )
-        with self._intact():
+        with reading(self.path):
             dtype, shape = self._types[type_]
             return Value(root, dtype, shape, leaves, raw)
 
@@ -122,7 +114,7 @@ class Trace:
         query = "SELECT type, leaves, first, differing FROM value WHERE id = ?"
         type_a, leaves_a, first_a, rows_a = self._row(query, value_a)
         type_b, leaves_b, first_b, rows_b = self._row(query, value_b)
-        with self._intact():
+        with reading(self.path):
             dtype, shape = self._types[type_a]
             if type_a != type_b or dtype not in ITEM_BYTES:
                 return None
@@ -151,17 +143,19 @@ class Trace:
     @cached_property
     def _types(self) -> Sequence[tuple[str, tuple[int, ...]]]:
         rows = self._rows("SELECT dtype, shape FROM type ORDER BY id")
-        with self._intact():
+        with reading(self.path):
             return [(dtype, parse_shape(shape)) for dtype, shape in rows]
 
     @cached_property
     def _layouts(self) -> Sequence[tuple[str, ...]]:
         rows = self._rows("SELECT sites FROM layout ORDER BY id")
-        with self._intact():
+        with reading(self.path):
             return [parse_sites(sites) for (sites,) in rows]
 
     @cached_property
     def _runs(self) -> Sequence[RunColumns]:
+        if not self.complete:
+            self._check_structure()
         unobserved = dict(self._rows("SELECT id, items FROM unobserved"))
         rows = self._rows("SELECT * FROM run ORDER BY id")
         if not rows:
@@ -169,10 +163,28 @@ class Trace:
                 f"{self.path} holds no finished run: its recording ended in the first one; record it again"
             )
         runs: list[RunColumns] = []
-        with self._intact():
+        with reading(self.path):
             for row in rows:
                 runs.append(_decode(row, runs, unobserved))
         return runs
+
+    def _check_structure(self) -> None:
+        """A trace that nobody closed may be a copy taken in the middle of a commit."""
+        ((state,),) = self._rows("PRAGMA quick_check(1)")
+        if state != "ok":
+            raise TraceUnreadable(f"{self.path} is damaged ({state}); copy it again, or record it again")
+
+    def _read_records(self, record_id: int) -> None:
+        """Read a record and its neighbours: records of one run are asked for together."""
+        start = record_id - record_id % _NEIGHBOURS
+        query = "SELECT id, layout, value_ids FROM record WHERE id BETWEEN ? AND ?"
+        rows = self._rows(query, (start, start + _NEIGHBOURS - 1))
+        with reading(self.path):
+            for key, layout, value_ids in rows:
+                pairs = zip(self._layouts[layout], columns.from_bytes(value_ids), strict=True)
+                self._records[key] = tuple(pairs)
+        if record_id not in self._records:
+            raise TraceUnreadable(f"{self.path} is damaged (record {record_id} is missing); record it again")
 
     def _row(self, query: str, row_id: int) -> Any:
         rows = self._rows(query, (row_id,))
@@ -183,15 +195,6 @@ class Trace:
     def _rows(self, query: str, parameters: Sequence[object] = ()) -> list[Any]:
         with reading(self.path):
             return self._connection.execute(query, parameters).fetchall()
-
-    @contextmanager
-    def _intact(self) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, TypeError, KeyError, IndexError, zlib.error) as error:
-            raise TraceUnreadable(
-                f"{self.path} is damaged ({error}); copy it again, or record it again"
-            ) from error
 
 
 def _decode(row: Any, earlier: Sequence[RunColumns], unobserved: Mapping[int, bytes]) -> RunColumns:

@@ -6,6 +6,8 @@ Version history (``PRAGMA user_version``): 1, first version.
 from __future__ import annotations
 
 import sqlite3
+import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +51,7 @@ _CURES = {
     "SQLITE_PERM": "there is no permission; write somewhere else with --output",
     "SQLITE_BUSY": "another process keeps it locked; wait for that process to end, or use --output",
 }
+_UNDECODABLE = (ValueError, TypeError, LookupError, ArithmeticError, zlib.error)
 _DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 
 
@@ -61,6 +64,26 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
     """Open the SQLite file in autocommit; ``mode`` is ``ro`` or ``rw`` (neither creates it)."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     return sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+
+
+def check_file(path: Path) -> None:
+    """Refuse what SQLite should not be asked to open (it would wait for a pipe's other end).
+
+    Raises:
+        TraceUnreadable: missing, a folder, or no ordinary file.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise TraceUnreadable(f"{path} does not exist; check the path") from error
+    except ValueError as error:
+        raise TraceUnreadable(f"{str(path)!r} is no file name ({error}); check the path") from error
+    except OSError as error:
+        raise TraceUnreadable(f"{path} cannot be read: {error.strerror}; check the path") from error
+    if stat.S_ISDIR(mode):
+        raise TraceUnreadable(f"{path} is a folder; give the *.detaudit file itself")
+    if not stat.S_ISREG(mode):
+        raise TraceUnreadable(f"{path} is not a file; give the *.detaudit file that `detaudit run` wrote")
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
@@ -103,7 +126,7 @@ def _main_file(connection: sqlite3.Connection, path: Path) -> Path:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what damage and the file system raise into ``TraceUnreadable``."""
+    """Turn what damage and the file system raise, also while rows are decoded, into ``TraceUnreadable``."""
     try:
         yield
     except DetauditError:
@@ -112,6 +135,10 @@ def reading(path: Path) -> Iterator[None]:
         raise TraceUnreadable(_unreadable(path, error)) from error
     except OSError as error:
         raise TraceUnreadable(f"{path} cannot be read: {error.strerror or error}; check the path") from error
+    except _UNDECODABLE as error:
+        raise TraceUnreadable(
+            f"{path} is damaged ({type(error).__name__}); copy it again, or record it again"
+        ) from error
 
 
 @contextmanager
@@ -139,7 +166,7 @@ def _unreadable(path: Path, error: sqlite3.Error) -> str:
         return f"{path} is locked by a process that is writing it; wait for that process to end"
     if name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_IOERR", "SQLITE_READONLY")):
         return f"{path} cannot be read ({error}); check its permissions and the disk"
-    return f"{path} is damaged ({error}); copy it again, or record it again"
+    return f"{path} is damaged ({' '.join(str(error).split())}); copy it again, or record it again"
 
 
 def _error_name(error: sqlite3.Error) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from detaudit.trace import columns
@@ -50,7 +50,9 @@ class Site:
 class Sites:
     """The sites of a trace, as one writer sees them. Use within a write transaction."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, layouts: Sequence[tuple[str, ...]]) -> None:
+        """``layouts``: site paths by layout id, kept up to date by the caller."""
+        self._layouts = layouts
         self._connection = connection
         self._bases: list[Base] = []
         self._run_records: dict[str, int] = {}
@@ -120,8 +122,7 @@ class Sites:
 
     def _value_at(self, record: int | None, path: str) -> int | None:
         row = self._connection.execute(
-            "SELECT sites, value_ids FROM record JOIN layout ON layout.id = layout WHERE record.id = ?",
-            (record,),
+            "SELECT layout, value_ids FROM record WHERE id = ?", (record,)
         ).fetchone()
-        sites = json.loads(row[0]) if row else ()
+        sites = self._layouts[row[0]] if row else ()
         return columns.from_bytes(row[1])[sites.index(path)] if path in sites else None

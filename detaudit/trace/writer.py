@@ -31,9 +31,9 @@ from detaudit.trace.schema import (
     TABLES,
     VERSION,
     captures_dir,
+    check_file,
     check_format,
     connect,
-    reading,
     writing,
 )
 
@@ -83,8 +83,7 @@ class TraceWriter:
             TraceNotWritten: it cannot be written.
         """
         path = Path(path)
-        with reading(path):
-            path.stat()
+        check_file(path)
         with writing(path):
             return cls(path, _connected(path, lambda connection: _join(connection, path)))
 
@@ -109,6 +108,13 @@ class TraceWriter:
                     "UPDATE module SET class = ?, aliases = ? WHERE id = ?",
                     (module.cls, json.dumps(module.aliases), index),
                 )
+
+    def relabel_runs(self, conditions: Iterable[str], condition: str) -> None:
+        """Give every run of one of ``conditions`` another, as ``superseded``; a report is dropped."""
+        with self._transaction():
+            for old in conditions:
+                self._connection.execute("UPDATE run SET condition = ? WHERE condition = ?", (condition, old))
+            self._connection.execute("DELETE FROM report")
 
     def set_meta(self, key: str, value: object) -> None:
         """Store a JSON-compatible value by key. Raises TypeError or ValueError for another."""

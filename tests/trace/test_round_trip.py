@@ -78,7 +78,7 @@ def assert_same(trace: Trace, written: Sequence[Run]) -> None:
     assert [read_run(trace, run) for run in trace.runs()] == list(written)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(written=st.lists(runs(), min_size=1, max_size=6), split=st.integers(0, 6))
 def test_any_runs_come_back(tmp_path_factory: pytest.TempPathFactory, written: list[Run], split: int) -> None:
     path = tmp_path_factory.mktemp("trace") / "a.detaudit"
