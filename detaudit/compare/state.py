@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import compress, count, takewhile
 
 from detaudit.compare.align import ABSENT, Aligned
-from detaudit.compare.carryover import visits_of, was_carried
+from detaudit.compare.carryover import began_as_ended, began_differently, visits_of
 from detaudit.compare.sources import unequal
 from detaudit.core.recording import RunColumns, TraceView
 
@@ -53,8 +53,8 @@ def carried_state(
     """Nodes whose state on entry differs and was not written earlier in the run.
 
     Only a module's first call in a run qualifies: what a later one finds may have been written in between.
-    Code outside of any call may still have written it earlier in the run, so evidence decides site by site
-    (``carryover.was_carried``); without evidence it was carried over if nothing before the call differs.
+    Code outside of any call may still have written it earlier in the run. So it takes proof, site by site, or
+    that nothing at all differs before the call and nothing disproves it.
 
     Args:
         runs: all recorded runs, of every condition.
@@ -63,13 +63,14 @@ def carried_state(
     differences = Differences(aligned)
     for node in _first_calls(aligned, differing):
         visits = visits_of(view, runs, aligned.module[node])
-        sites = differing_sites(view, [aligned.state[k][node] for k in aligned.present(node)])
-        evidence = {site: was_carried(visits, site) for site in sites}
-        if None in evidence.values() and not differences.before(node):
-            evidence = {site: carried is not False for site, carried in evidence.items()}
-        carried = tuple(site for site in sites if evidence[site])
-        if carried:
-            found.append(CarriedState(node, carried))
+        is_first = not differences.before_state(node)
+        sites = tuple(
+            site
+            for site in differing_sites(view, [aligned.state[k][node] for k in aligned.present(node)])
+            if began_as_ended(visits, site) or (is_first and not began_differently(visits, site))
+        )
+        if sites:
+            found.append(CarriedState(node, sites))
     return found
 
 
@@ -81,19 +82,25 @@ def differing_sites(view: TraceView, records: Iterable[int]) -> tuple[str, ...]:
 
 
 class Differences:
-    """Whether anything recorded before a node was entered differs between runs."""
+    """Whether anything recorded up to a node's entry differs between runs."""
 
     def __init__(self, aligned: Aligned) -> None:
         self._aligned = aligned
         size = len(aligned.module)
-        entered = (next(iter(unequal(columns)), size) for columns in (aligned.args, aligned.state))
         parted = min((parting.split for parting in aligned.partings), default=size)
-        self._first_entry = min(*entered, parted)
-        self._ended = list(takewhile(self._first_entry.__gt__, unequal(aligned.out)))
+        self._args = min(next(iter(unequal(aligned.args)), size), parted)
+        self._state = next(iter(unequal(aligned.state)), size)
+        self._ended = list(takewhile(min(self._args, self._state).__gt__, unequal(aligned.out)))
 
-    def before(self, node: int) -> bool:
-        if self._first_entry < node:
-            return True
+    def before_state(self, node: int) -> bool:
+        """Whether anything beside the node's own state differs when it is entered."""
+        return self._args <= node or self._state < node or self._in_ended(node)
+
+    def on_entry(self, node: int) -> bool:
+        """Whether anything differs when the node is entered."""
+        return self._args <= node or self._state <= node or self._in_ended(node)
+
+    def _in_ended(self, node: int) -> bool:
         open_calls = set(self._aligned.ancestors(node))
         return any(n < node and n not in open_calls for n in self._ended[: len(open_calls) + 1])
 
@@ -121,7 +128,7 @@ class EntryState:
         differences = Differences(aligned)
         inner = _inner_state(aligned, judged, differing) if judged and differing else {}
         for container, nodes in inner.items():
-            earlier = differences.before(container)
+            earlier = differences.on_entry(container)
             self._inner[container] = [node for node in nodes if earlier or node in carried]
 
     def __call__(self, node: int) -> Sequence[Hashable]:
