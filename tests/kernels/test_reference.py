@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -112,21 +113,38 @@ def test_route_refuses_more_experts_than_there_are(top_k: int) -> None:
 
 # Finalize
 
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+    ),
+]
 
-def random_rows(tokens: int, top_k: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
+
+def random_rows(tokens: int, top_k: int, hidden: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """(rows grouped in a random order, order, scales)."""
     g = torch.Generator().manual_seed(12)
-    order = torch.randperm(tokens * top_k, generator=g)
-    return torch.randn(tokens * top_k, hidden, generator=g), order, torch.rand(tokens, top_k, generator=g)
+    order = torch.randperm(tokens * top_k, generator=g).to(device)
+    rows = torch.randn(tokens * top_k, hidden, generator=g).to(device)
+    return rows, order, torch.rand(tokens, top_k, generator=g).to(device)
 
 
-def poisoned(tokens: int, hidden: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full((tokens, hidden), math.nan, dtype=dtype)
+def poisoned(rows: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((scales.shape[0], rows.shape[1]), math.nan, dtype=dtype, device=rows.device)
+
+
+def atomic_runs(
+    rows: Tensor, order: Tensor, scales: Tensor, accumulate: Accumulate, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    return [
+        finalize_atomic(rows, order, scales, poisoned(rows, scales, dtype), accumulate) for _ in range(RUNS)
+    ]
 
 
 def test_ordered_adds_in_the_order_of_k_and_rounds_once() -> None:
     rows, order, scales = random_rows(7, 5, 3)
-    out = finalize_ordered(rows, order, scales, poisoned(7, 3, torch.bfloat16))
+    out = finalize_ordered(rows, order, scales, poisoned(rows, scales, torch.bfloat16))
     place = {int(slot): r for r, slot in enumerate(order)}
     for t in range(7):
         total = torch.zeros(3)
@@ -135,51 +153,72 @@ def test_ordered_adds_in_the_order_of_k_and_rounds_once() -> None:
         assert torch.equal(out[t], total.bfloat16())
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("accumulate", "tolerance"), [("fp32", 2.0**-8), ("bf16", 2.0**-6)])
-def test_atomic_gives_the_same_sum(dtype: torch.dtype, accumulate: Accumulate, tolerance: float) -> None:
-    rows, order, scales = random_rows(9, 6, 16)
-    out = finalize_atomic(rows, order, scales, poisoned(9, 16, dtype), accumulate)
-    exact = finalize_ordered(rows.double(), order, scales, poisoned(9, 16, torch.float64))
+def test_atomic_gives_the_same_sum(
+    device: str, dtype: torch.dtype, accumulate: Accumulate, tolerance: float
+) -> None:
+    rows, order, scales = random_rows(9, 6, 16, device)
+    out = finalize_atomic(rows, order, scales, poisoned(rows, scales, dtype), accumulate)
+    exact = finalize_ordered(rows.double(), order, scales, poisoned(rows, scales, torch.float64))
     assert out.dtype == dtype
     assert relative(out, exact) < (1e-6 if (dtype, accumulate) == (torch.float32, "fp32") else tolerance)
 
 
-def test_bf16_accumulation_rounds_to_bfloat16() -> None:
-    rows, order, scales = random_rows(4, 4, 8)
-    out = finalize_atomic(rows, order, scales, poisoned(4, 8), "bf16")
-    assert torch.equal(out, out.bfloat16().float())
+@pytest.mark.parametrize("device", DEVICES)
+def test_bf16_accumulation_rounds_each_addition(device: str) -> None:
+    """Seven equal terms, so that the order cannot matter: 7 * 129/128 is 903/128, step by step 900/128."""
+    term = 129 / 128
+    rows = torch.full((7, 16), term, device=device)
+    order, scales = torch.arange(7, device=device), torch.ones(1, 7, device=device)
+    total = torch.zeros((), dtype=torch.bfloat16)
+    for _ in range(7):
+        total += term
+    assert total == 900 / 128
+    assert (finalize_atomic(rows, order, scales, poisoned(rows, scales), "bf16") == 900 / 128).all()
+    assert (finalize_atomic(rows, order, scales, poisoned(rows, scales), "fp32") == 903 / 128).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("accumulate", ["fp32", "bf16"])
 def test_up_to_two_terms_cannot_differ_while_more_do(
-    four_threads: None, top_k: int, accumulate: Accumulate
+    four_threads: None, device: str, top_k: int, accumulate: Accumulate
 ) -> None:
-    control = random_rows(1024, 8, 512)
-    if not differing([finalize_atomic(*control, torch.empty(1024, 512), "fp32") for _ in range(RUNS)]):
-        pytest.skip("the scatter of 8 terms did not vary on this machine, so nothing would be shown")
-    rows, order, scales = random_rows(1024, top_k, 512)
-    outputs = [finalize_atomic(rows, order, scales, torch.empty(1024, 512), accumulate) for _ in range(RUNS)]
+    if not differing(atomic_runs(*random_rows(1024, 8, 512, device), accumulate)):
+        pytest.skip("the sum of 8 terms did not vary on this machine, so nothing would be shown")
+    rows, order, scales = random_rows(1024, top_k, 512, device)
+    outputs = atomic_runs(rows, order, scales, accumulate)
     assert differing(outputs) == 0
     if accumulate == "fp32":
-        assert torch.equal(outputs[0], finalize_ordered(rows, order, scales, torch.empty(1024, 512)))
+        assert torch.equal(outputs[0], finalize_ordered(rows, order, scales, poisoned(rows, scales)))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulate", ["fp32", "bf16"])
 def test_ordered_is_stable_where_atomic_varies(
-    four_threads: None, dtype: torch.dtype, accumulate: Accumulate
+    four_threads: None, device: str, dtype: torch.dtype, accumulate: Accumulate
 ) -> None:
-    rows, order, scales = random_rows(1024, 8, 512)
-
-    def out() -> Tensor:
-        return torch.empty(1024, 512, dtype=dtype)
-
-    varied = differing([finalize_atomic(rows, order, scales, out(), accumulate) for _ in range(RUNS)])
-    if not varied:
+    rows, order, scales = random_rows(1024, 8, 512, device)
+    if not differing(atomic_runs(rows, order, scales, accumulate, dtype)):
         pytest.skip("the atomic finalize did not vary on this machine, so nothing would be shown")
-    assert differing([finalize_ordered(rows, order, scales, out()) for _ in range(RUNS)]) == 0
+    outputs = [finalize_ordered(rows, order, scales, poisoned(rows, scales, dtype)) for _ in range(RUNS)]
+    assert differing(outputs) == 0
+
+
+@pytest.mark.parametrize("tokens", [16, 1024])
+def test_the_bf16_race_needs_neither_torch_threads_nor_size(tokens: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        varied = differing(atomic_runs(*random_rows(tokens, 8, 512), "bf16"))
+    finally:
+        torch.set_num_threads(before)
+    if not varied and (os.cpu_count() or 1) == 1:
+        pytest.skip("one core ran the threads one after the other")
+    assert varied
 
 
 # The layer
@@ -273,6 +312,21 @@ def test_layer_is_stable_when_ordered_and_varies_when_atomic(four_threads: None)
         pytest.skip("the atomic finalize did not vary on this machine, so nothing would be shown")
     layer.experts.finalize = "ordered"
     assert differing([layer.experts(*layer.routed) for _ in range(RUNS)]) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_layer_agrees_with_fp64_on_the_host(dtype: torch.dtype) -> None:
+    layer = make_layer(tokens=64, hidden=256, inner=64, num_experts=16, top_k=8, dtype=dtype)
+    exact = moe_fp64(*layer.routed, *layer.operands)
+    on_device = [t.cuda() for t in (*layer.routed, *layer.operands)]
+    assert relative(moe_fp64(*on_device).cpu(), exact) < 1e-3
+    for finalize in ("ordered", "atomic"):
+        out = reference_moe(*on_device, finalize=finalize)
+        assert out.is_cuda
+        assert out.dtype == dtype
+        assert relative(out.cpu(), exact) < (0.01 if dtype == torch.float32 else 0.05)
 
 
 # The modules
