@@ -144,7 +144,7 @@ def _module(machine: Machine, version: str) -> Iterator[Check]:
     for sm in sorted({gpu.sm for gpu in machine.gpus}):
         if support.module_of(sm) in (None, *machine.prebuilt):
             continue
-        fix = f"pip install flashinfer-jit-cache=={version}"
+        fix = f"install flashinfer-jit-cache {version} (FlashInfer's installation page says how)"
         text = f"the CUTLASS MoE module for SM{sm} is not prebuilt"
         if machine.nvcc:
             yield Check(

@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
@@ -47,7 +47,7 @@ class Machine:
         versions: of ``PACKAGES``; an absent one is left out.
         cuda: version torch was built with.
         nvcc: path of the compiler, if there is one.
-        prebuilt: architectures whose CUTLASS MoE module need not be compiled first (``90``).
+        prebuilt: architectures whose CUTLASS MoE module lies there compiled (``90``).
         flags: torch's settings that change numerics, as they are in a fresh process.
         variables: environment variables that are set.
         tuning_caches: folders in which FlashInfer keeps what it tuned, and the number of files in each.
@@ -93,7 +93,9 @@ def probe() -> Machine:
         versions=versions,
         cuda=cuda,
         nvcc=_nvcc(os.environ),
-        prebuilt=_prebuilt(),
+        prebuilt=compiled_modules(
+            metadata.distributions(), _module_folders(os.environ, versions.get("flashinfer-python"))
+        ),
         flags=flags,
         variables=dict(os.environ),
         tuning_caches=tuning_caches(os.environ),
@@ -166,24 +168,37 @@ def _nvcc(variables: Mapping[str, str]) -> str | None:
     return shutil.which("nvcc") or next((str(path) for path in candidates if path.is_file()), None)
 
 
-def _prebuilt() -> tuple[str, ...]:
-    """Architectures of the CUTLASS MoE modules that lie ready in the package or in its cache package."""
-    found = set()
-    for package, folder in (("flashinfer", "data/aot"), ("flashinfer_jit_cache", "jit_cache")):
-        spec = util.find_spec(package)
-        for root in (spec.submodule_search_locations or ()) if spec else ():
-            found |= {
-                path.stem.rpartition("_")[2] for path in Path(root, folder).glob("fused_moe_*/fused_moe_*.so")
+def compiled_modules(
+    distributions: Iterable[metadata.Distribution], folders: Iterable[Path]
+) -> tuple[str, ...]:
+    """Architectures of the CUTLASS MoE modules that lie in FlashInfer's packages or in ``folders``."""
+    paths = [path for folder in folders for path in folder.glob("fused_moe_*/fused_moe_*.so")]
+    names = {path.stem for path in paths}
+    for distribution in distributions:
+        if str(distribution.metadata["Name"]).lower().replace("_", "-").startswith("flashinfer"):
+            names |= {
+                file.stem for file in distribution.files or () if file.match("fused_moe_*/fused_moe_*.so")
             }
-    return tuple(sorted(found))
+    return tuple(sorted(name.rpartition("_")[2] for name in names))
+
+
+def _module_folders(variables: Mapping[str, str], version: str | None) -> list[Path]:
+    """Where modules lie that no package lists: put into FlashInfer's own folder, or compiled earlier."""
+    spec = util.find_spec("flashinfer")
+    roots = (spec.submodule_search_locations or ()) if spec else ()
+    compiled = _flashinfer_cache(variables).glob(f"{version}/*/cached_ops")
+    return [*(Path(root, "data", "aot") for root in roots), *compiled]
+
+
+def _flashinfer_cache(variables: Mapping[str, str]) -> Path:
+    return Path(variables.get("FLASHINFER_WORKSPACE_BASE") or Path.home(), ".cache", "flashinfer")
 
 
 def tuning_caches(variables: Mapping[str, str]) -> dict[str, int]:
-    """Where FlashInfer keeps tuned tactics: the folders named by its variables, and its own default."""
-    home = variables.get("FLASHINFER_WORKSPACE_BASE") or str(Path.home())
+    """Folders with tuned tactics: those named by FlashInfer's variables and its own default; files in each."""
     named = [variables.get(name) for name in ("FLASHINFER_AUTOTUNE_CACHE_DIR", "FLASHINFER_AUTOTUNE_DIR")]
-    folders = [*named, str(Path(home, ".cache", "flashinfer", "autotune"))]
-    return {folder: _files(Path(folder)) for folder in folders if folder and _files(Path(folder))}
+    folders = [*named, str(_flashinfer_cache(variables) / "autotune")]
+    return {folder: files for folder in folders if folder and (files := _files(Path(folder)))}
 
 
 def _files(folder: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from detaudit import cli
 from detaudit.commands import doctor as command
 from detaudit.doctor import Diagnosis, diagnose, version_numbers
 from detaudit.kernels.support import KERNELS, module_of
-from detaudit.machine import Machine, driver_version, probe, tuning_caches
+from detaudit.machine import Machine, compiled_modules, driver_version, probe, tuning_caches
 from detaudit.numerics import VARIABLES
 from tests.cli.machines import B200, FLAGS, H200, RTX5090, machine, with_versions
 from tests.cli.programs import detaudit, environment
@@ -143,7 +144,7 @@ def test_kernels_of_a_later_release() -> None:
 def test_module_that_must_be_compiled_first() -> None:
     slow = diagnose(machine(H200, prebuilt=()))
     assert "the first call compiles it" in said(slow, "note")
-    assert "flashinfer-jit-cache==0.7.4" in said(slow, "note")
+    assert "install flashinfer-jit-cache 0.7.4" in said(slow, "note")
     assert "cannot be compiled without nvcc" in said(
         diagnose(machine(H200, prebuilt=(), nvcc=None)), "problem"
     )
@@ -227,6 +228,18 @@ def test_tuning_caches_are_those_that_hold_files(tmp_path: Path) -> None:
     (named / "v2" / "entry.json").write_text("{}")
     (default / "a.json").write_text("{}")
     assert tuning_caches(variables) == {str(named): 1, str(default): 1}
+
+
+def test_compiled_modules_are_found_in_packages_and_folders(tmp_path: Path) -> None:
+    package = tmp_path / "flashinfer_jit_cache_sm100-0.7.4.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: flashinfer-jit-cache-sm100\nVersion: 0.7.4\n")
+    (package / "RECORD").write_text("cache/fused_moe_100/fused_moe_100.so,,\ncache/other_90/other_90.so,,\n")
+    module = tmp_path / "aot" / "fused_moe_90" / "fused_moe_90.so"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    distributions = metadata.distributions(path=[str(tmp_path)])
+    assert compiled_modules(distributions, [tmp_path / "aot", tmp_path / "missing"]) == ("100", "90")
 
 
 def test_probe_tells_the_truth_about_this_machine() -> None:
