@@ -21,6 +21,8 @@ from detaudit.kernels.finalize import Accumulate, Finalize, check_modes, finaliz
 from detaudit.kernels.router import Router
 from detaudit.kernels.swizzle import swizzle, unswizzle
 
+_GROUP_ELEMENTS = 1 << 21
+
 
 def reference_moe(
     x: Tensor,
@@ -162,9 +164,10 @@ class _Gemm:
         """``x`` as the GEMM sees it: E2M1 times E4M3, exact in float32, without the global scale."""
         return nvfp4.scale_blocks(*nvfp4.quantize_values(x, self.activation_global.reshape(())))
 
-    def expert(self, e: int) -> Tensor:
-        packed = self.weight[e]
-        scales = unswizzle(self.scale[e], packed.shape[0], packed.shape[1] * 2 // nvfp4.BLOCK)
+    def experts(self, some: slice) -> Tensor:
+        """Weights of some experts as the GEMM sees them, [n, N, K]."""
+        packed = self.weight[some]
+        scales = unswizzle(self.scale[some], packed.shape[1], packed.shape[2] * 2 // nvfp4.BLOCK)
         return nvfp4.dequantize(packed, scales)
 
     def alphas(self) -> Tensor:
@@ -184,24 +187,32 @@ def _quantized_gemm(
     x: Tensor, routes: _Routes, gemm: _Gemm, compute: torch.dtype, *, gather: bool = False
 ) -> Tensor:
     rows = gemm.quantized(x).to(compute)
-    products = _grouped_gemm(rows, routes, gemm.weight.shape[1], lambda e: gemm.expert(e).to(compute), gather)
+    products = _grouped_gemm(
+        rows, routes, gemm.weight.shape[1], lambda some: gemm.experts(some).to(compute), gather
+    )
     return products.mul_(gemm.alphas()[routes.expert].unsqueeze(-1))
 
 
 def _grouped_gemm(
-    rows: Tensor, routes: _Routes, columns: int, weight: Callable[[int], Tensor], gather: bool = False
+    rows: Tensor, routes: _Routes, columns: int, weights: Callable[[slice], Tensor], gather: bool = False
 ) -> Tensor:
-    """``rows @ weight(e).T`` for each expert's rows: [T * k, columns] in the dtype of ``rows``.
+    """``rows @ weight[e].T`` for each expert's rows: [T * k, columns] in the dtype of ``rows``.
 
     Args:
         rows: [T * k, K] grouped by expert; with ``gather`` [T, K], from which each expert takes its tokens.
-        weight: [columns, K] of an expert; asked only of experts that have rows.
+        weights: [n, columns, K] of a range of experts; asked only of ranges that have rows.
     """
     products = rows.new_empty(routes.order.numel(), columns)
-    for e, (start, stop) in enumerate(itertools.pairwise(routes.bounds)):
-        if start < stop:
+    # Small experts are dequantized several at a time, large ones alone: not all should lie in memory at once.
+    group = max(1, _GROUP_ELEMENTS // (columns * rows.shape[1]))
+    for first in range(0, len(routes.bounds) - 1, group):
+        bounds = routes.bounds[first : first + group + 1]
+        if bounds[0] == bounds[-1]:
+            continue
+        some = weights(slice(first, first + group))
+        for weight, (start, stop) in zip(some, itertools.pairwise(bounds), strict=True):
             operand = rows[routes.token[start:stop]] if gather else rows[start:stop]
-            torch.mm(operand, weight(e).T, out=products[start:stop])
+            torch.mm(operand, weight.T, out=products[start:stop])
     return products
 
 

@@ -254,6 +254,16 @@ def test_layer_equals_a_plain_loop() -> None:
     assert relative(reference_moe(*layer.routed, *layer.operands, finalize="atomic"), expected) < 1e-6
 
 
+@pytest.mark.parametrize("elements", [1, 3 * 64 * 64])
+def test_experts_one_by_one_or_in_groups_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, elements: int
+) -> None:
+    layer = make_layer()
+    together = reference_moe(*layer.routed, *layer.operands, finalize="ordered")
+    monkeypatch.setattr(reference, "_GROUP_ELEMENTS", elements)
+    assert torch.equal(reference_moe(*layer.routed, *layer.operands, finalize="ordered"), together)
+
+
 def test_bf16_layer_keeps_its_dtype_and_is_close_to_fp64() -> None:
     layer = make_layer(dtype=torch.bfloat16)
     exact = moe_fp64(*layer.routed, *layer.operands)
