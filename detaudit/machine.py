@@ -195,7 +195,7 @@ def _flashinfer_cache(variables: Mapping[str, str]) -> Path:
 
 
 def tuning_caches(variables: Mapping[str, str]) -> dict[str, int]:
-    """Folders with tuned tactics: those named by FlashInfer's variables and its own default; files in each."""
+    """Folders with tuned tactics (named by FlashInfer's variables, or its default) and the files in each."""
     named = [variables.get(name) for name in ("FLASHINFER_AUTOTUNE_CACHE_DIR", "FLASHINFER_AUTOTUNE_DIR")]
     folders = [*named, str(_flashinfer_cache(variables) / "autotune")]
     return {folder: files for folder in folders if folder and (files := _files(Path(folder)))}
