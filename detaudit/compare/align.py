@@ -68,6 +68,15 @@ class Aligned:
         """Classes that have the node."""
         return [k for k, args in enumerate(self.args) if args[node] != ABSENT]
 
+    def call(self, k: int, node: int) -> int:
+        """Index of the node's call in the run of class ``k``."""
+        calls = self.calls[k]
+        return node if calls is None else calls[node]
+
+    def position(self, node: int) -> int:
+        """Index of the node's call in the first class that has it: earlier calls come first."""
+        return node if not self.partial else self.call(self.present(node)[0], node)
+
     def ancestors(self, node: int) -> Iterator[int]:
         """The enclosing nodes, innermost first."""
         node = self.parent[node]
@@ -89,10 +98,7 @@ class Aligned:
     def ordinal(self, node: int) -> int:
         """Which call of its module the node is, in the first class that has it."""
         k = self.present(node)[0]
-        calls = self.calls[k]
-        index = node if calls is None else calls[node]
-        module = self.module[node]
-        return count_of(self.classes[k].run.module[:index], module)
+        return count_of(self.classes[k].run.module[: self.call(k, node)], self.module[node])
 
     def children(self, node: int) -> list[int]:
         """The calls made directly by ``node``."""

@@ -71,16 +71,17 @@ def innermost(aligned: Aligned, sources: Collection[int]) -> list[int]:
     """
     around: set[int] = set()
     held_since: dict[int, int] = {}
-    for source in sorted(sources):
+    at = {source: aligned.position(source) for source in sources}
+    for source in sorted(sources, key=at.__getitem__):
         for node in aligned.ancestors(source):
             if node in around:
                 break
             around.add(node)
-            held_since.setdefault(aligned.module[node], source)
+            held_since.setdefault(aligned.module[node], at[source])
     return [
         node
         for node in sorted(sources)
-        if node not in around and held_since.get(aligned.module[node], node) >= node
+        if node not in around and held_since.get(aligned.module[node], at[node]) >= at[node]
     ]
 
 

@@ -7,10 +7,9 @@ such a call was entered with that state too, and is judged only among runs in wh
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, count, takewhile
+from itertools import takewhile
 
 from detaudit.compare.align import ABSENT, Aligned
 from detaudit.compare.carryover import began_as_ended, began_differently, visits_of
@@ -157,25 +156,28 @@ def _first_calls(aligned: Aligned, nodes: Sequence[int]) -> list[int]:
 
 def _is_first(aligned: Aligned, node: int) -> bool:
     module = aligned.module[node]
-    for k in aligned.present(node):
-        calls = aligned.calls[k]
-        if calls is not None and aligned.classes[k].run.module.index(module) != calls[node]:
-            return False
-    return True
+    return all(
+        aligned.classes[k].run.module.index(module) == aligned.call(k, node) for k in aligned.present(node)
+    )
 
 
 def _inner_state(
     aligned: Aligned, judged: Collection[int], differing: Sequence[int]
 ) -> Mapping[int, Sequence[int]]:
     """For each judged node, the calls inside it that are their module's first there and differ in state."""
-    modules = {aligned.module[node] for node in differing}
-    calls_of: dict[int, list[int]] = {module: [] for module in modules}
-    for node in compress(count(), map(modules.__contains__, aligned.module)):
-        calls_of[aligned.module[node]].append(node)
     inner: dict[int, list[int]] = {}
     for node in differing:
-        calls = calls_of[aligned.module[node]]
         for container in aligned.ancestors(node):
-            if container in judged and calls[bisect_right(calls, container)] == node:
+            if container in judged and _is_first_within(aligned, node, container):
                 inner.setdefault(container, []).append(node)
     return inner
+
+
+def _is_first_within(aligned: Aligned, node: int, container: int) -> bool:
+    """Whether in any run the node is the first call of its module inside the container."""
+    module = aligned.module[node]
+    for k in aligned.present(node):
+        since = aligned.call(k, container) + 1
+        if aligned.classes[k].run.module.index(module, since) == aligned.call(k, node):
+            return True
+    return False
