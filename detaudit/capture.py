@@ -10,23 +10,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from detaudit.core.digest import NotObservable, parts
+from detaudit.core.digest import NotObservable, digest, parts
 from detaudit.core.errors import DetauditError
 from detaudit.core.numbers import Difference, difference
 from detaudit.core.recording import Call, Record
-from detaudit.core.records import Origin
+from detaudit.core.records import Finding, Origin
 from detaudit.execution import Execution, Session
 from detaudit.hooks import generators
 from detaudit.hooks.capture import CapturedCall, copy_of
 from detaudit.hooks.observe import observe
-from detaudit.hooks.operators import OperatorTap, first_differing, within
+from detaudit.hooks.operators import OperatorDifference, OperatorTap, first_differing, within
 from detaudit.hooks.tree import flatten
+from detaudit.mechanisms import mechanism
 
 CallKey = tuple[str, int]
 Tensors = list[tuple[str, Tensor]]
@@ -45,6 +47,7 @@ class Numbers:
     value_equal: bool | None = None
     ulp_histogram: Mapping[str, int] | None = None
     has_nan: bool = False
+    order_only: bool = False
     reason: str | None = None
 
     def onto(self, origin: Origin) -> Origin:
@@ -81,24 +84,22 @@ class CapturePass:
         self.keys = [(origin.module, origin.call) for origin in origins]
         self.reference = self._run(capture=self.keys)
 
-    def examine(self) -> tuple[tuple[Origin, ...], bool]:
-        """The origins with numbers, operator, ``isolated`` and ``healed``; and whether a NaN was seen."""
+    def examine(self) -> tuple[tuple[Origin, ...], list[Finding]]:
+        """The origins with what was measured on them, and what else was noticed."""
         healed = self._healed()
         examined: list[Origin] = []
-        nan = False
+        findings: list[Finding] = []
         for origin, key in zip(self.origins, self.keys, strict=True):
             numbers = self._numbers(key)
-            nan = nan or numbers.has_nan
             operator = self._operator(origin) if self._captured(key).reason is None else None
-            examined.append(
-                replace(
-                    numbers.onto(origin),
-                    operator=operator,
-                    isolated=self._isolated(key),
-                    healed=healed,
+            looked_at = replace(numbers.onto(origin), isolated=self._isolated(key), healed=healed)
+            if operator is not None and operator.kind == "outputs":
+                looked_at = replace(
+                    looked_at, operator=operator.operator, mechanism=mechanism(operator.operator)
                 )
-            )
-        return tuple(examined), nan
+            examined.append(looked_at)
+            findings += _noticed(origin.module, numbers, operator)
+        return tuple(examined), findings
 
     def _run(self, **options: Any) -> Execution:
         execution = self.session.execute(condition="capture", **options)
@@ -127,8 +128,8 @@ class CapturePass:
                 return numbers_of(tensors_of(captured.output), tensors_of(kept.output))
         return Numbers(reason=f"{NO_NUMBERS} ({self.attempts} runs)")
 
-    def _operator(self, origin: Origin) -> str | None:
-        """The first operator inside the origin that differs for equal inputs."""
+    def _operator(self, origin: Origin) -> OperatorDifference | None:
+        """The first operator inside the origin that differs."""
         key = (origin.module, origin.call)
         first: list[Any] | None = None
         for _ in range(self.attempts):
@@ -142,7 +143,7 @@ class CapturePass:
                 continue
             found = first_differing(first, operators)
             if found is not None:
-                return found.operator if found.kind == "outputs" else None
+                return found
         return None
 
     def _healed(self) -> bool | None:
@@ -185,11 +186,22 @@ def find_call(execution: Execution, key: CallKey) -> Call | None:
 def numbers_of(a: Tensors, b: Tensors) -> Numbers:
     """Numbers over the output tensors of two captures of one call."""
     other = dict(b)
-    return combine(
-        difference(tensor, other[site])
+    pairs = [
+        (tensor, other[site])
         for site, tensor in a
         if site in other and tensor.shape == other[site].shape and tensor.dtype == other[site].dtype
-    )
+    ]
+    numbers = combine(difference(left, right) for left, right in pairs)
+    return replace(numbers, order_only=numbers.reason is None and all(starmap(_same_rows, pairs)))
+
+
+def _same_rows(a: Tensor, b: Tensor) -> bool:
+    """Whether both hold the same rows, in whatever order; rows shorter than a leaf are not told apart."""
+    left, right = digest(a), digest(b)
+    if left.leaves is None or right.leaves is None or a.dim() < 2:
+        return left == right
+    leaves = (sorted(memoryview(leaves).cast("Q")) for leaves in (left.leaves, right.leaves))
+    return next(leaves) == next(leaves)
 
 
 def combine(differences: Iterable[Difference]) -> Numbers:
@@ -208,6 +220,26 @@ def combine(differences: Iterable[Difference]) -> Numbers:
         ulp_histogram=histogram or None,
         has_nan=any(item.has_nan for item in found),
     )
+
+
+def _noticed(module: str, numbers: Numbers, operator: OperatorDifference | None) -> list[Finding]:
+    found: list[Finding] = []
+    if numbers.has_nan:
+        found.append(Finding("nan", module, "its outputs hold NaN"))
+    if numbers.value_equal:
+        message = "its outputs differ in bits and are equal as values (signed zeros, NaN payloads)"
+        found.append(Finding("value-equal", module, message))
+    if numbers.order_only:
+        message = "its outputs hold the same rows in another order: something collects without a fixed order"
+        found.append(Finding("order-only", module, message))
+    if operator is not None and operator.kind == "inputs":
+        message = (
+            f"{operator.operator} inside it reads {', '.join(operator.sites)}, which differs although no "
+            "operator made it so: memory that nothing has written, or a kernel that torch's dispatcher "
+            "does not see"
+        )
+        found.append(Finding("uninitialised-memory", module, message))
+    return found
 
 
 def tensors_of(output: object) -> Tensors:

@@ -133,13 +133,8 @@ class FunctionAudit:
             return {}
         attempts = max(10, self.options.runs)
         captures = CapturePass(self.session, origins, attempts=attempts, advance=self.progress.advance)
-        examined, nan = captures.examine()
-        if nan:
-            self.findings.append(Finding("nan", examined[0].module, "an origin's output holds NaN"))
-        for origin in examined:
-            if origin.value_equal:
-                message = "its outputs differ in bits but are equal as values (signed zeros, NaN payloads)"
-                self.findings.append(Finding("value-equal", origin.module, message))
+        examined, findings = captures.examine()
+        self.findings += findings
         return {key_of(origin): origin for origin in examined}
 
     def _history(self) -> None:
