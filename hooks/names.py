@@ -89,6 +89,7 @@ class Names:
     """Finds the place of any module. Modules are referred to weakly."""
 
     def __init__(self) -> None:
+        self.attached = False
         self.trees: list[tuple[Tree, weakref.ref[nn.Module]]] = []
         self._places: dict[int, tuple[weakref.ref[nn.Module], Place]] = {}
         self._by_hooks: dict[int, tuple[weakref.ref[nn.Module], Place]] = {}
@@ -96,17 +97,15 @@ class Names:
     def fork(self) -> Names:
         """The same names; what is added to the copy is not added here."""
         names = Names()
+        names.attached = self.attached
         names.trees = list(self.trees)
         names._places, names._by_hooks = dict(self._places), dict(self._by_hooks)
         return names
 
-    @property
-    def attached(self) -> bool:
-        return any(tree.prefix is not None for tree, _ in self.trees)
-
     def add(self, module: nn.Module, prefix: str | None = None) -> Place:
         """Name a module and all below it; names given before stay."""
         cls = type(innermost(module)).__name__
+        self.attached = self.attached or prefix is not None
         tree = Tree(cls, prefix, sum(t.prefix is None and t.cls == cls for t, _ in self.trees))
         self.trees.append((tree, weakref.ref(module)))
         self._walk(tree, module)
@@ -171,6 +170,8 @@ class Names:
 
     def live_name(self, place: Place) -> str:
         """The name while the run goes on: the first outermost module met is taken for the only one."""
+        if place.tree.prefix == "":
+            return place.path
         return place.name(alone=not self.attached and place.tree is self.trees[0][0])
 
     def live_names(self, place: Place) -> tuple[str, ...]:

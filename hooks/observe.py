@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,54 +51,75 @@ def _site(entry: tuple[str, object]) -> str:
 
 def observe(value: object, site: str, digester: Digester) -> PendingRecord:
     """Submit every tensor and host scalar in ``value``; sites begin with ``site`` (see ``tree.flatten``)."""
-    return Observer(digester).observe(flatten(value, site))
+    observer = Observer(digester)
+    record = observer.observe(flatten(value, site))
+    observer.flush()
+    return record
 
 
 class Observer:
-    """Submits leaves to a digester. Tensors met again in one ``moment`` are not digested twice."""
+    """Submits leaves to a digester: the tensors of one moment together, each once however often it is met."""
 
     def __init__(self, digester: Digester) -> None:
         self._digester = digester
         self._constants: dict[tuple[type, object], Pending] = {}
         self._states: dict[torch.Generator, tuple[Tensor, Pending]] = {}
-        self._moment: dict[int, tuple[object, list[tuple[str, Pending]]]] = {}
-
-    def moment(self) -> None:
-        """What was digested before may have been changed since."""
-        self._moment.clear()
+        self._tensors: list[tuple[PendingRecord, str, Tensor]] = []
 
     def observe(self, leaves: Iterable[tuple[str, object]]) -> PendingRecord:
+        """Take the leaves; tensors are digested when ``flush`` is called, before anything can change them."""
         record = PendingRecord()
         for site, leaf in leaves:
             self._take(site, leaf, record)
         return record
 
+    def flush(self) -> None:
+        """Submit the tensors taken since the last time."""
+        taken, self._tensors = self._tensors, []
+        distinct = {id(tensor): tensor for _, _, tensor in taken}
+        try:
+            pendings = dict(zip(distinct, self._digester.submit_all(list(distinct.values())), strict=True))
+        except Exception:
+            pendings = {}  # one of them refused; the others can still be had
+        for record, site, tensor in taken:
+            pending = pendings.get(id(tensor))
+            if pending is not None:
+                record.entries.append((site, pending))
+            else:
+                with _reasons(record, site):
+                    record.entries.append((site, self._digester.submit(tensor)))
+
     def _take(self, site: str, leaf: object, record: PendingRecord) -> None:
         kind = type(leaf)
         if kind in _CONSTANTS:
             record.entries.append((site, self._constant(kind, leaf)))
-            return
-        try:
-            if isinstance(leaf, Tensor):
-                record.entries.extend((site + suffix, pending) for suffix, pending in self._tensor(leaf))
-            elif isinstance(leaf, torch.Generator):
-                record.entries.append((site, self._generator(leaf)))
-            elif isinstance(leaf, Opaque):
-                record.unobserved.append((site, leaf.reason))
-            elif _is_array(leaf):
-                record.entries.append((site, self._digester.submit(_from_array(leaf))))
-            elif not isinstance(leaf, _STATELESS):
-                record.entries.append((site, self._digester.submit_scalar(leaf)))
-        except NotObservable as error:
-            record.unobserved.append((site, error.reason))
-        except Exception as error:  # a tensor subclass or a device may refuse in any way it likes
-            record.unobserved.append((site, f"{type(error).__name__}: {error}".splitlines()[0]))
+        elif isinstance(leaf, Tensor):
+            self._take_tensor(site, leaf, record)
+        elif isinstance(leaf, Opaque):
+            record.unobserved.append((site, leaf.reason))
+        elif not isinstance(leaf, _STATELESS):
+            with _reasons(record, site):
+                record.entries.append((site, self._other(leaf)))
+
+    def _take_tensor(self, site: str, tensor: Tensor, record: PendingRecord) -> None:
+        if _is_plain(tensor):
+            self._tensors.append((record, site, tensor))
+        else:
+            with _reasons(record, site):
+                self._tensors.extend((record, site + suffix, part) for suffix, part in parts(tensor))
 
     def _constant(self, kind: type, value: object) -> Pending:
         pending = self._constants.get((kind, value))
         if pending is None:
             pending = self._constants[kind, value] = self._digester.submit_scalar(value)
         return pending
+
+    def _other(self, leaf: object) -> Pending:
+        if isinstance(leaf, torch.Generator):
+            return self._generator(leaf)
+        if _is_array(leaf):
+            return self._digester.submit(_from_array(leaf))
+        return self._digester.submit_scalar(leaf)
 
     def _generator(self, generator: torch.Generator) -> Pending:
         """The state, digested only where it has moved since it was last asked for: it hardly ever has."""
@@ -107,12 +129,28 @@ class Observer:
             known = self._states[generator] = (state, self._digester.submit(state))
         return known[1]
 
-    def _tensor(self, tensor: Tensor) -> list[tuple[str, Pending]]:
-        known = self._moment.get(id(tensor))
-        if known is None:
-            taken = [(suffix, self._digester.submit(part)) for suffix, part in parts(tensor)]
-            known = self._moment[id(tensor)] = (tensor, taken)
-        return known[1]
+
+@contextlib.contextmanager
+def _reasons(record: PendingRecord, site: str) -> Iterator[None]:
+    """What is raised inside becomes the reason why the site was not observed."""
+    try:
+        yield
+    except NotObservable as error:
+        record.unobserved.append((site, error.reason))
+    except Exception as error:  # a tensor subclass or a device may refuse in any way it likes
+        record.unobserved.append((site, f"{type(error).__name__}: {error}".splitlines()[0]))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is certainly its own only part; ``parts`` finds out about the others."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not torch._is_functional_tensor(tensor)
+    )
 
 
 def _is_array(leaf: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {
     "_torchdynamo_orig_callable",
     "_torchdynamo_wrapper_id",
 }
-_SIMPLE = (Tensor, torch.Generator, bool, int, float, complex, str, bytes, type(None))
+_SIMPLE = frozenset({Tensor, torch.Generator, bool, int, float, complex, str, bytes, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +59,32 @@ def own_state(module: nn.Module, large_bytes: int, closed: bool = False) -> OwnS
     the largest ones are set apart until the rest fits. ``closed``: with the state of all modules inside.
     """
     leaves: list[tuple[str, object]] = []
-    for path, member in named_modules(module) if closed else ((("", module)),):
-        leaves.extend(_buffers(member, path))
-        leaves.extend(_attributes(member, path))
+    for path, member in named_modules(module) if closed else (("", module),):
+        _add_buffers(member, path, leaves)
+        if inner_of(member) is None:  # a wrapper's attributes are about wrapping
+            _add_attributes(member, path, leaves)
     return _split(leaves, large_bytes)
 
 
-def _buffers(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
+def _add_buffers(module: nn.Module, path: str, leaves: list[tuple[str, object]]) -> None:
     buffers: Any = module.__dict__.get("_buffers")
     if not isinstance(buffers, dict):
         buffers = dict(module.named_buffers(recurse=False))
     for name, buffer in buffers.items():
         if buffer is not None:
-            yield "buffer." + join(path, name), buffer
+            leaves.append(("buffer." + join(path, name), buffer))
 
 
-def _attributes(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
-    if inner_of(module) is not None:  # a wrapper's attributes are about wrapping
-        return
+def _add_attributes(module: nn.Module, path: str, leaves: list[tuple[str, object]]) -> None:
+    prefix = f"attr.{path}." if path else "attr."
     for name, value in list(module.__dict__.items()):
-        if name in _INTERNAL or callable(value):
+        if name in _INTERNAL:
             continue
-        site = "attr." + join(path, name)
-        for leaf_site, leaf in ((site, value),) if type(value) in _SIMPLE else flatten(value, site):
-            if not isinstance(leaf, (nn.Module, nn.Parameter)):
-                yield leaf_site, leaf
+        if type(value) in _SIMPLE:
+            leaves.append((prefix + name, value))
+        else:
+            found = flatten(value, prefix + name)
+            leaves.extend(entry for entry in found if not isinstance(entry[1], (nn.Module, nn.Parameter)))
 
 
 def _split(leaves: list[tuple[str, object]], large_bytes: int) -> OwnState:

@@ -133,6 +133,7 @@ class Recorder:
                 name = join(tree.name(alone=not self._last.attached), path)
                 large = own_state(module, self.large_bytes).large
                 taken = observer.observe((f"{name}:{site}", tensor) for site, tensor in large)
+                observer.flush()
                 record.entries.extend(taken.entries)
                 record.unobserved.extend(taken.unobserved)
         return record

@@ -109,7 +109,7 @@ class RecordedRun:
         stack = self._thread.stack
         if self.over or stack is None or not isinstance(module, nn.Module) or is_symbolic():
             return None
-        if stack and _is_step(stack[-1], module, entry):
+        if stack and _leads_on(stack[-1], module, entry):
             return None
         if stack and stack[-1].inside_closed and self.names.known(module) is None:
             return None  # made by a compiler, such as the graph modules it runs
@@ -226,9 +226,12 @@ class RecordedRun:
             self._closed[place] = (f"it runs inside a {kind} module", inside)
         frame.inside_closed = frame.inside_closed or closed
         self._witness.enter(frame, closed)
-        ordinals = None if frame.worker else frame.live_ordinal
-        if any(self._captures.wants(name, ordinals) for name in self.names.live_names(place)):
+        if self._captures.wanted and self._is_to_be_captured(frame):
             frame.captured = self._captures.inputs(frame.args, frame.kwargs)
+
+    def _is_to_be_captured(self, frame: Frame) -> bool:
+        ordinal = None if self._thread.is_worker else frame.live_ordinal
+        return any(self._captures.wants(name, ordinal) for name in self.names.live_names(frame.place))
 
     def _substituted(self, frame: Frame, output: Any) -> Any:
         if self._substitutes and frame.recorded:
@@ -264,8 +267,8 @@ class RecordedRun:
         return tuple(sorted({*built.unobserved, *inside, *self._notes}))
 
 
-def _is_step(top: Frame, module: nn.Module, entry: Entry) -> bool:
-    """Whether entering here belongs to the innermost open call; remembers how far that call has come."""
+def _leads_on(top: Frame, module: nn.Module, entry: Entry) -> bool:
+    """Whether entering here is a step of the innermost open call; remembers how far that call has come."""
     if top.module is None or top.entry is None:
         return False
     if top.module is module:

@@ -50,7 +50,10 @@ def _walk(value: object, site: str, leaves: list[tuple[str, object]], open_: dic
     if kind is Tensor or kind in _ATOMS:
         leaves.append((site, value))
         return
-    children = _children(value)
+    try:
+        children = (_BY_TYPE.get(kind) or _children)(value)
+    except Exception as error:  # attributes and dicts of user classes may refuse in any way they like
+        value, children = Opaque(f"{kind.__name__} cannot be looked into ({type(error).__name__})"), None
     if children is None:
         leaves.append((site, value))
     elif len(open_) >= MAX_DEPTH:
@@ -136,3 +139,8 @@ _CONTAINERS: tuple[tuple[type | tuple[type, ...], Callable[[Any], list[tuple[str
     ((list, deque), _items),
     ((set, frozenset), _set),
 )
+_BY_TYPE: dict[type, Callable[[Any], list[tuple[str, object]]]] = {
+    dict: _entries,
+    tuple: _items,
+    list: _items,
+}

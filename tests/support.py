@@ -7,7 +7,7 @@ On the CPU, ``index_put_(accumulate=True)`` in fp32 adds from several threads in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +128,9 @@ class LateDigester:
 
     def submit(self, tensor: Tensor) -> Pending:
         return self._late(self._host.submit(tensor).value)
+
+    def submit_all(self, tensors: Sequence[Tensor]) -> list[Pending]:
+        return [self.submit(tensor) for tensor in tensors]
 
     def submit_scalar(self, scalar: object) -> Pending:
         return self._late(self._host.submit_scalar(scalar).value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from detaudit.core.digest import HostDigester, digest, scalar_value
+from detaudit.core.digest import HostDigester, NotObservable, digest, scalar_value
 from detaudit.hooks.observe import Observer, observe
 from tests.support import LateDigester, RefusingDigester, sites
 
@@ -82,7 +83,7 @@ def test_what_cannot_be_observed_is_listed() -> None:
     value = {"meta": torch.empty(2, device="meta"), "object": object(), "array": np.array(["text"])}
     resolved, unobserved = observe(value, "x", HostDigester()).resolve()
     assert resolved == ()
-    assert [site for site, _ in unobserved] == ["x.meta", "x.object", "x.array"]
+    assert {site for site, _ in unobserved} == {"x.meta", "x.object", "x.array"}
     assert all(reason and "\n" not in reason for _, reason in unobserved)
 
 
@@ -110,11 +111,29 @@ def test_a_digest_is_of_the_moment_it_was_submitted() -> None:
 def test_a_tensor_is_digested_once_in_a_moment() -> None:
     digester = LateDigester()
     observer, t = Observer(digester), torch.ones(2)
-    observer.observe([("a", t), ("b", t)])
+    record = observer.observe([("a", t), ("b", t)])
+    observer.flush()
     assert digester.submitted == 1
-    observer.moment()
     observer.observe([("a", t)])
+    observer.flush()
     assert digester.submitted == 2
+    digester.finish()
+    assert sites(record.resolve()[0]) == ["a", "b"]
+
+
+def test_one_tensor_that_is_refused_does_not_take_the_others_along() -> None:
+    class Picky(HostDigester):
+        def submit(self, tensor: torch.Tensor) -> Any:
+            if tensor.numel() == 3:
+                raise NotObservable("three is too many")
+            return super().submit(tensor)
+
+        def submit_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+            return [self.submit(tensor) for tensor in tensors]
+
+    resolved, unobserved = observe([torch.ones(2), torch.ones(3), torch.ones(4)], "x", Picky()).resolve()
+    assert sites(resolved) == ["x[0]", "x[2]"]
+    assert unobserved == (("x[1]", "three is too many"),)
 
 
 def test_modes_and_defaults_of_the_target_are_not_seen() -> None:

@@ -149,6 +149,18 @@ def test_leaves_that_are_not_looked_into(value: object) -> None:
     assert leaves(value) == {"x": value}
 
 
+class Refusing:
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise RuntimeError("keep out")
+
+
+def test_what_refuses_to_be_looked_into_is_said() -> None:
+    found = leaves({"a": Refusing(), "b": T})
+    assert found["x.a"] == Opaque("Refusing cannot be looked into (RuntimeError)")
+    assert found["x.b"] is T
+
+
 def test_no_code_of_the_value_runs() -> None:
     value = Hostile()
     assert leaves(value)["x"] is value
