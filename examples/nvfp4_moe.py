@@ -173,7 +173,7 @@ def build_model(finalize: str | None = None) -> Transformer:
     if chosen not in ("atomic", "ordered"):
         raise ValueError(f"DETAUDIT_EXAMPLE_FINALIZE is {chosen!r}; set it to atomic or ordered")
     torch.set_num_threads(THREADS)
-    return quantize(build_dense(), token_ids(seed=1), "ordered" if chosen == "ordered" else "atomic")
+    return quantize(build_dense(), token_ids(seed=1), "ordered" if chosen == "ordered" else "atomic").eval()
 
 
 def make_inputs() -> Tensor:

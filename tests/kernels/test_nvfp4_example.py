@@ -80,6 +80,12 @@ def test_every_build_has_the_same_weights() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_the_model_is_ready_for_inference() -> None:
+    model = nvfp4_moe.build_model()
+    assert not any(module.training for module in model.modules())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_an_unknown_finalize_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DETAUDIT_EXAMPLE_FINALIZE", "fused")
     with pytest.raises(ValueError, match="set it to atomic or ordered"):
