@@ -51,8 +51,13 @@ def _site(entry: tuple[str, object]) -> str:
 
 def observe(value: object, site: str, digester: Digester) -> PendingRecord:
     """Submit every tensor and host scalar in ``value``; sites begin with ``site`` (see ``tree.flatten``)."""
+    return observe_leaves(flatten(value, site), digester)
+
+
+def observe_leaves(leaves: Iterable[tuple[str, object]], digester: Digester) -> PendingRecord:
+    """Submit (site, tensor or host scalar) pairs."""
     observer = Observer(digester)
-    record = observer.observe(flatten(value, site))
+    record = observer.observe(leaves)
     observer.flush()
     return record
 

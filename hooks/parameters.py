@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from detaudit.core.digest import Digester
-from detaudit.hooks.observe import Observer, PendingRecord
+from detaudit.hooks.observe import PendingRecord, observe_leaves
 
 
 def parameter_record(digester: Digester, *models: nn.Module) -> PendingRecord:
     """Digest every parameter; sites are ``named_parameters()`` paths, a shared one by its first path."""
-    return Observer(digester).observe(_parameters(models))
+    return observe_leaves(_parameters(models), digester)
 
 
 def gradient_record(digester: Digester, *models: nn.Module) -> PendingRecord:
     """Digest every ``.grad`` that is not None; sites are ``grad.<parameter path>``."""
     gradients = ((f"grad.{path}", p.grad) for path, p in _parameters(models) if p.grad is not None)
-    return Observer(digester).observe(gradients)
+    return observe_leaves(gradients, digester)
 
 
 def _parameters(models: tuple[nn.Module, ...]) -> Iterator[tuple[str, Tensor]]:
