@@ -42,7 +42,10 @@ def open_trace(path: str | Path) -> Trace:
 
 
 class Trace:
-    """A recorded audit: implements ``core.recording.TraceView``. A context manager."""
+    """A recorded audit: implements ``core.recording.TraceView``. A context manager.
+
+    What was read once is kept; open the trace again to see runs that were added since.
+    """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, copy: Path | None = None) -> None:
         """Use ``open_trace``."""

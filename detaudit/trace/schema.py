@@ -62,6 +62,7 @@ def captures_dir(path: str | Path) -> Path:
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
     """Open the SQLite file in autocommit; ``mode`` is ``ro`` or ``rw`` (neither creates it)."""
+    # Closing at the end of the interpreter may happen in another thread, hence no check of threads.
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     return sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
 

@@ -7,7 +7,9 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -86,15 +88,46 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
     assert [entry.name for entry in folder.iterdir()] == ["t"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="permission bits do not stop root")
-def test_no_permission(tmp_path: Path) -> None:
-    with TraceWriter.create(tmp_path / "t"):
-        pass
-    (tmp_path / "t").chmod(0o000)
-    with pytest.raises(TraceNotWritten):
-        TraceWriter.append(tmp_path / "t")
-    with pytest.raises(TraceUnreadable):
-        open_trace(tmp_path / "t")
+NOBODY = 65534
+
+
+@contextmanager
+def as_ordinary_user() -> Iterator[None]:
+    """Permission bits do not stop root, so become somebody else for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that another user can reach; pytest's own cannot be."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_no_permission(open_folder: Path) -> None:
+    path = open_folder / "t"
+    with TraceWriter.create(path) as writer:
+        writer.add_run(make_run(0))
+    path.chmod(0o444)
+    open_folder.chmod(0o555)
+    with as_ordinary_user():
+        with pytest.raises(TraceNotWritten, match="permission denied"):
+            TraceWriter.create(open_folder / "new")
+        with pytest.raises(TraceNotWritten, match="read-only"):
+            TraceWriter.append(path)
+        assert_runs(path, 1)
+    path.chmod(0o000)
+    with as_ordinary_user(), pytest.raises(TraceUnreadable, match="cannot be read"):
+        open_trace(path)
+    open_folder.chmod(0o755)
 
 
 @pytest.fixture
