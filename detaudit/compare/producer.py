@@ -7,6 +7,7 @@ from itertools import chain, compress, count, repeat
 from operator import and_, ne
 
 from detaudit.compare.align import ABSENT, Aligned
+from detaudit.compare.classes import FINAL, GRAD
 from detaudit.compare.locate import Located
 from detaudit.compare.sources import outcome, unequal
 from detaudit.compare.state import differing_sites
@@ -107,9 +108,14 @@ def _after_last_call(view: TraceView, located: Located) -> Finding:
         place = "no module was called"
     else:
         place = f"all calls agree, the last being {_name(view, aligned, len(aligned.module) - 1)}"
-    message = (
-        f"no recorded call explains the difference: {place}; what differs was made outside of all modules"
-    )
+    records = [item.run.records for item in aligned.classes]
+    sites = [
+        site
+        for name in (FINAL, GRAD)
+        for site in differing_sites(view, [record[name] for record in records if name in record])
+    ]
+    what = f"what differs ({', '.join(sites[:4])})" if sites else "what differs"
+    message = f"no recorded call explains the difference: {place}; {what} was made outside of all modules"
     return Finding("unobserved-producer", None, message)
 
 
