@@ -71,3 +71,8 @@ def differing(keys: Iterable[Hashable]) -> int:
     """How many differ from the most common one."""
     counts = Counter(keys)
     return counts.total() - max(counts.values(), default=0)
+
+
+def is_within(path: str, container: str) -> bool:
+    """Whether a module path is the container's own or lies below it; the root's path is empty."""
+    return not container or path == container or path.startswith(container + ".")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import compress, count
 
 from detaudit.compare.align import ABSENT, Aligned
-from detaudit.compare.state import CarriedState, HiddenState, differing_sites, is_within
+from detaudit.compare.classes import is_within
+from detaudit.compare.state import CarriedState, HiddenState, differing_sites
 from detaudit.core.recording import RunColumns, TraceView
 
 BEFORE, AFTER = "parameters.before", "parameters.after"
@@ -27,8 +29,8 @@ def hidden_state(view: TraceView, aligned: Aligned, runs: Sequence[RunColumns]) 
         for owner, owned in _by_owner(view, sites).items():
             values = [tuple(content.get(site, ABSENT) for site in owned) for content in contents]
             keys = tuple(frozenset(values[m] for m in item.members) for item in aligned.classes)
-            since = -1 if from_start else _first_call(view, aligned, owner)
-            found.append(HiddenState(owner, since, _told_apart(keys)))
+            nodes = _exposed(aligned, _calls(view, aligned, owner), from_start)
+            found.append(HiddenState(nodes, _told_apart(keys)))
     return found
 
 
@@ -43,8 +45,8 @@ def carried_hidden_state(view: TraceView, aligned: Aligned, runs: Sequence[RunCo
     for name in (LARGE_START, BEFORE):
         records = [run.records[name] for run in runs if name in run.records]
         for owner, sites in _by_owner(view, differing_sites(view, records)).items():
-            node = _first_call(view, aligned, owner, own=True)
-            if node >= 0:
+            node = next(iter(_calls(view, aligned, owner)), None)
+            if node is not None:
                 found.append(CarriedState(node, tuple(sites)))
     return found
 
@@ -71,14 +73,30 @@ def _by_owner(view: TraceView, sites: Iterable[str]) -> Mapping[str, list[str]]:
     return owners
 
 
-def _first_call(view: TraceView, aligned: Aligned, path: str, own: bool = False) -> int:
-    """The first call of a module (or, unless ``own``, of one inside it); -1 where there is none."""
-    modules = {
-        index
-        for index, module in enumerate(view.modules)
-        if module.path == path or path in module.aliases or (not own and is_within(module.path, path))
-    }
-    return next((node for node, module in enumerate(aligned.module) if module in modules), -1)
+def _calls(view: TraceView, aligned: Aligned, path: str) -> Sequence[int]:
+    """Calls of a module; where it is never called itself (a list of modules), of those inside it."""
+    modules = enumerate(view.modules)
+    own = {index for index, module in modules if path in (module.path, *module.aliases)}
+    calls = list(compress(count(), map(own.__contains__, aligned.module)))
+    if calls:
+        return calls
+    inside = {index for index, module in enumerate(view.modules) if is_within(module.path, path)}
+    return list(compress(count(), map(inside.__contains__, aligned.module)))
+
+
+def _exposed(aligned: Aligned, calls: Iterable[int], from_start: bool) -> set[int]:
+    """The calls but for the first, and the calls around them that began after the first; or simply all."""
+    exposed: set[int] = set()
+    first: int | None = -1 if from_start else None
+    for call in calls:
+        if first is None:
+            first = call
+            continue
+        for node in (call, *aligned.ancestors(call)):
+            if node <= first or node in exposed:
+                break
+            exposed.add(node)
+    return exposed
 
 
 def _told_apart(keys: Sequence[frozenset[Hashable]]) -> tuple[Hashable, ...]:

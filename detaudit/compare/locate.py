@@ -45,7 +45,7 @@ def locate(
     carried |= {item.node: item for item in state.carried_state(view, aligned, differing, process_runs)}
     candidates = sources.candidates(aligned)
     unrecorded = hidden.hidden_state(view, aligned, runs)
-    entered = state.EntryState(view, aligned, set(candidates), differing, carried, unrecorded)
+    entered = state.EntryState(aligned, set(candidates), differing, carried, unrecorded)
     strict = bool(differing or unrecorded)
     groups = {n: sources.groups(aligned, n, entered(n) if strict else None) for n in candidates}
     groups = {node: found for node, found in groups.items() if found}

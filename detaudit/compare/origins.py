@@ -9,9 +9,10 @@ from math import prod
 from typing import Literal
 
 from detaudit.compare.align import Aligned
+from detaudit.compare.classes import is_within
 from detaudit.compare.numbers import values_equal
 from detaudit.compare.sources import outcome
-from detaudit.compare.state import CarriedState, differing_sites, is_within
+from detaudit.compare.state import CarriedState, differing_sites
 from detaudit.core.recording import SCALAR_PREFIX, TraceView
 from detaudit.core.records import Origin
 

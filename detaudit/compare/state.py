@@ -29,12 +29,11 @@ class CarriedState:
 class HiddenState:
     """State of a module that no call recorded: parameters, and buffers too large to digest at every call.
 
-    ``since``: the node from whose successor on it may differ; -1 where it differed before the run began.
+    ``nodes``: the calls that may have found it different, and all calls around them that began no earlier.
     ``keys``: one per class; equal where the state is known to agree.
     """
 
-    module: str
-    since: int
+    nodes: Collection[int]
     keys: tuple[Hashable, ...]
 
 
@@ -113,14 +112,12 @@ class EntryState:
 
     def __init__(
         self,
-        view: TraceView,
         aligned: Aligned,
         judged: Collection[int],
         differing: Sequence[int],
         carried: Collection[int],
         hidden: Sequence[HiddenState],
     ) -> None:
-        self._view = view
         self._aligned = aligned
         self._hidden = hidden
         self._inner: dict[int, list[int]] = {}
@@ -131,18 +128,12 @@ class EntryState:
             self._inner[container] = [node for node in nodes if earlier or node in carried]
 
     def __call__(self, node: int) -> Sequence[Hashable]:
-        path = self._view.modules[self._aligned.module[node]].path
-        hidden = [h for h in self._hidden if node > h.since and is_within(h.module, path)]
+        hidden = [item for item in self._hidden if node in item.nodes]
         inner = self._inner.get(node, ())
         return [
-            (tuple(self._aligned.state[k][n] for n in inner), tuple(h.keys[k] for h in hidden))
+            (tuple(self._aligned.state[k][n] for n in inner), tuple(item.keys[k] for item in hidden))
             for k in range(len(self._aligned.classes))
         ]
-
-
-def is_within(path: str, container: str) -> bool:
-    """Whether a module path is the container's own or lies below it; the root's path is empty."""
-    return not container or path == container or path.startswith(container + ".")
 
 
 def _first_calls(aligned: Aligned, nodes: Sequence[int]) -> list[int]:

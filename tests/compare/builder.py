@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from detaudit.core.recording import ModuleInfo, RunColumns, Value
+from detaudit.core.records import Finding, Report
 
 Content = Mapping[str, object]
 
@@ -38,6 +39,17 @@ def node(module: str, x: object, y: object, *children: Node, **more: Any) -> Nod
     args = x if isinstance(x, Mapping) else {"args[0]": x}
     out = y if isinstance(y, Mapping) else {"out": y}
     return Node(module, args, out, children=children, **more)
+
+
+def kinds(report: Report) -> list[str]:
+    """Kinds of the findings, sorted, each once."""
+    return sorted({finding.kind for finding in report.findings})
+
+
+def finding(report: Report, kind: str) -> Finding:
+    """The only finding of a kind."""
+    (found,) = [finding for finding in report.findings if finding.kind == kind]
+    return found
 
 
 def value(content: object) -> Value:
@@ -75,7 +87,7 @@ class MemoryTrace:
         unobserved: Iterable[tuple[str, str, str]] = (),
         **records: object,
     ) -> MemoryTrace:
-        """Add a run. ``records``: run-level ones by name, ``__`` for a dot; a plain value stands at ``out``."""
+        """Add a run. ``records``: by name, with ``__`` for a dot; a plain value stands at site ``out``."""
         columns = {name: array("i") for name in ("module", "parent", "args", "state", "out", "flags")}
         for call in calls:
             self._append(columns, call, -1)

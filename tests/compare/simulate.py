@@ -19,9 +19,12 @@ Kind = Literal["call", "fork", "noise", "poke", "branch", "mask"]
 
 
 class Step(NamedTuple):
-    """``call``: v = target(v). ``fork``: target's output for the module's own input joins v. ``noise``: v takes
-    in a draw. ``poke``: v is written into an attribute of target. ``branch``: a call only where v is odd.
-    ``mask``: what was computed so far is dropped, v is the module's input again."""
+    """What a module does with its running value v, which begins as its input x.
+
+    ``call``: v takes in target(v). ``fork``: v takes in target(x). ``branch``: a call, if v is even.
+    ``noise``: v takes in a draw. ``poke``: v is written into an attribute of target. ``mask``: v is made of x
+    anew.
+    """
 
     kind: Kind
     target: int = 0
@@ -50,7 +53,7 @@ class Program:
 
 @dataclass
 class Called:
-    """One call as the simulation knows it. ``world``: all state reachable from it on entry."""
+    """One call as the simulation knows it. ``entered``: its input and all state that it can reach."""
 
     module: int
     entered: tuple[object, ...]
@@ -142,7 +145,6 @@ class Process:
             self.caches[index] = _hash("cache", self.caches[index], v)
         after = self._state(index)
         out = {"out": v} | {site: after[site] for site in after if after[site] != state[site]}
-        called.returned = (tuple(out.items()), tuple(child.module for child in children))
         called.returned = tuple(out.items())
         return Node(self.program.path(index), {"args[0]": x}, out, state, children)
 
