@@ -117,6 +117,11 @@ class Recorder:
             self.digester.finish()
             run.fill(recording)
 
+    @property
+    def active(self) -> RecordedRun | None:
+        """The run in progress: where calls that are not made in Python (graph replays) can be added."""
+        return self._run
+
     def current_call(self) -> CallKey | None:
         """(module path, ordinal) of the innermost recorded call open in this thread, for taps."""
         return None if self._run is None else self._run.current_call()

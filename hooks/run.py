@@ -120,6 +120,11 @@ class RecordedRun:
             self._place(frame, stack)
             if frame.recorded:
                 self._enter(frame)
+        if self._captures.wanted and self._is_to_be_captured(frame):
+            with (
+                self._lock
+            ):  # and with modes on: tensors of some classes are copied by their own dispatch only
+                frame.captured = self._captures.inputs(args, kwargs)
         stack.append(frame)
         return frame
 
@@ -156,18 +161,23 @@ class RecordedRun:
         """Calls made inside, on this thread, go to the given list and not to the run: a graph's template."""
         self._is_diverted = True
         template: list[Frame] = []
-        top, outermost, main = self._top, self._outermost, self._main[:]
+        top, outermost, main, ordinals = self._top, self._outermost, self._main[:], self._ordinals.copy()
         self._top, self._outermost, self._main[:] = template, [], []
         try:
             yield template
         finally:
             self._is_diverted = False
-            self._top, self._outermost, self._main[:] = top, outermost, main
+            self._top, self._outermost, self._main[:], self._ordinals = top, outermost, main, ordinals
 
     def emit(self, frames: Sequence[Frame]) -> None:
         """Add calls that were not made here, such as a template's ``replayed`` frames, at this point."""
         home = self._main[-1].home if self._main else None
         (self._top if home is None else home.children).extend(frames)
+        pending = list(frames)
+        while pending:
+            frame = pending.pop()
+            self._ordinals[self.names.live_name(frame.place)] += 1
+            pending.extend(frame.children)
 
     def fill(self, recording: Recording) -> None:
         """Turn what was seen into the recording; after the digester's ``finish()``."""
@@ -226,12 +236,12 @@ class RecordedRun:
             self._closed[place] = (f"it runs inside a {kind} module", inside)
         frame.inside_closed = frame.inside_closed or closed
         self._witness.enter(frame, closed)
-        if self._captures.wanted and self._is_to_be_captured(frame):
-            frame.captured = self._captures.inputs(frame.args, frame.kwargs)
 
     def _is_to_be_captured(self, frame: Frame) -> bool:
         ordinal = None if self._thread.is_worker else frame.live_ordinal
-        return any(self._captures.wants(name, ordinal) for name in self.names.live_names(frame.place))
+        return frame.recorded and any(
+            self._captures.wants(name, ordinal) for name in self.names.live_names(frame.place)
+        )
 
     def _substituted(self, frame: Frame, output: Any) -> Any:
         if self._substitutes and frame.recorded:
