@@ -108,7 +108,7 @@ def _after_last_call(view: TraceView, located: Located) -> Finding:
         place = "no module was called"
     else:
         place = f"all calls agree, the last being {_name(view, aligned, len(aligned.module) - 1)}"
-    records = [item.run.records for item in aligned.classes]
+    records = [run.records for run in located.runs]
     sites = [
         site
         for name in (FINAL, GRAD)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.audit.harness import modules, run_audit
-from tests.audit.situations import SITUATIONS, build, inputs
+from tests.audit.situations import SITUATIONS, Copying, build, inputs
 
 SOURCE = """
 def build_model():
@@ -24,7 +24,8 @@ def test_the_race_is_found_where_it_is(name: str, tmp_path: Path) -> None:
     assert set(modules(report)) == {SITUATIONS[name][1]}
     assert report.origins[0].max_ulp, report.origins[0].numbers_reason
     assert report.origins[0].operator == "aten.index_put_.default"
-    assert report.origins[0].isolated is True
+    gone = SITUATIONS[name][0] is Copying  # the copy died with its run: there is nothing to rerun
+    assert report.origins[0].isolated is (None if gone else True)
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
