@@ -276,7 +276,7 @@ def keep(execution: Execution) -> dict[CallKey, Kept]:
 
 
 def _fingerprint(record: Record) -> str:
-    return xxhash.xxh3_128_hexdigest(repr(record))
+    return xxhash.xxh3_128_hexdigest(repr(record).encode())
 
 
 def _agree(a: Execution, b: Execution, origins: Sequence[CallKey]) -> bool:

@@ -68,14 +68,17 @@ class Job:
     @classmethod
     def loads(cls, text: str) -> Job:
         data = json.loads(text)
-        spec, options = data["spec"], data["options"]
+        spec = data["spec"]
+        options: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data["options"].items()
+        }
         paths = {name: None if data[name] is None else Path(data[name]) for name in _PATHS}
         return cls(
             **{
                 **data,
                 **paths,
                 "spec": TargetSpec(Path(spec["path"]), spec["factory"], tuple(spec["argv"])),
-                "options": Options(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}),
+                "options": Options(**options),
                 "schedule": tuple(data["schedule"]),
                 "capture": tuple((module, call) for module, call in data["capture"]),
             }

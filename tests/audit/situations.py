@@ -1,4 +1,4 @@
-"""Models for each situation that has led determinism tools astray. ``racing`` plants a race, or leaves it out."""
+"""Models for each situation that leads determinism tools astray. ``racing`` plants a race, or does not."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ def inputs() -> Tensor:
 class Combine(nn.Module):
     """Spreads each row over ``TOP_K`` others and sums: [TOKENS, HIDDEN] -> the same."""
 
+    target: Tensor
+    weight: Tensor
+
     def __init__(self, racing: bool) -> None:
         super().__init__()
         self.racing = racing
@@ -29,7 +32,7 @@ class Combine(nn.Module):
         self.register_buffer("target", torch.randperm(TOKENS * TOP_K, generator=generator) % TOKENS)
         self.register_buffer("weight", torch.randn(TOKENS * TOP_K, 1, generator=generator) / TOP_K)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         rows = x.repeat(TOP_K, 1) * self.weight
         return (combine_racing if self.racing else combine_ordered)(rows, self.target, TOKENS)
 
@@ -40,7 +43,7 @@ class Shared(nn.Module):
         self.first = Combine(racing)
         self.second = self.first
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.first(x) + self.second(2 * x)
 
 
@@ -49,7 +52,7 @@ class Repeated(nn.Module):
         super().__init__()
         self.block = Combine(racing)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for _ in range(3):
             x = torch.tanh(self.block(x))
         return x
@@ -62,18 +65,20 @@ class Forwarding(nn.Module):
         super().__init__()
         self.block = Combine(racing)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.block.forward(x) * 2
 
 
 class Scratch(nn.Module):
     """Returns a view of a buffer that is overwritten behind its back."""
 
+    store: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("store", torch.zeros(TOKENS, HIDDEN))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.store.copy_(x)
         return self.store[:]
 
@@ -84,7 +89,7 @@ class ViewsChangedLater(nn.Module):
         self.scratch = Scratch()
         self.block = Combine(racing)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         view = self.scratch(x)
         y = self.block(x)
         view.add_(y)
@@ -119,7 +124,7 @@ class Randomized(nn.Module):
         self.block = Combine(racing)
         self.generator = torch.Generator().manual_seed(5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         noise = torch.randn(x.shape, generator=self.generator)
         return self.block(self.dropout(x) + noise)
 
@@ -131,7 +136,7 @@ class Cache(nn.Module):
         super().__init__()
         self.kept: list[Tensor] = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.kept.append(x)
         return torch.stack(self.kept).sum(0)
 
@@ -142,7 +147,7 @@ class GrowingCache(nn.Module):
         self.cache = Cache()
         self.block = Combine(racing)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.cache.kept.clear()
         for step in range(3):
             y = self.cache(x + step)
@@ -166,7 +171,7 @@ class KwargsChanged(nn.Module):
         super().__init__()
         self.adder = InPlace(racing)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         total = torch.ones_like(x)
         self.adder(x, into=total)
         return total
@@ -177,7 +182,7 @@ class Fragile(nn.Module):
         super().__init__()
         self.block = Combine(racing)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.block(x)
         raise RuntimeError("it always fails")
 
@@ -190,7 +195,7 @@ class Caught(nn.Module):
         self.fragile = Fragile(racing)
         self.plan_b = Combine(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         try:
             return self.fragile(x)
         except RuntimeError:
@@ -202,7 +207,7 @@ class Copying(nn.Module):
         super().__init__()
         self.block = Combine(racing)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return copy.deepcopy(self.block)(x)
 
 
@@ -218,7 +223,7 @@ SITUATIONS: dict[str, tuple[Callable[[bool], nn.Module], str]] = {
     "an exception that a parent catches": (Caught, "fragile.block"),
     "a target that deep-copies": (Copying, "Combine#0"),
 }
-"""Situation to (model, path of the module that races). A copy made during a run belongs to no tree: Class#n."""
+"""Situation to (model, path of the module that races). A copy made in a run belongs to no tree: Class#n."""
 
 
 def build(name: str, racing: bool) -> Any:
