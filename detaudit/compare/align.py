@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress, count, islice, repeat
+from itertools import compress, count, groupby, islice, repeat
 from operator import add, eq, mul, ne
 
 from detaudit.compare.classes import RunClass, reference_first
@@ -183,7 +183,7 @@ class _Tree:
             return None
         split = structure.split(self.reference)
         node_of = [*range(split), *([ABSENT] * (len(run.module) - split))]
-        for parent, calls in sorted(_by_parent(run.parent, split).items()):
+        for parent, calls in _by_parent(run.parent, split).items():
             node = node_of[parent] if parent >= 0 else -1
             nodes = self.children.get(node, [])
             if parent < split:
@@ -233,8 +233,9 @@ class _Tree:
         calls = [[*placed, *([ABSENT] * (size - len(placed)))] for placed in self.calls]
         columns = {
             name: [_pick(getattr(item.run, name), c) for item, c in zip(classes, calls, strict=True)]
-            for name in ("args", "state", "out", "flags")
+            for name in ("args", "state", "out")
         }
+        columns["flags"] = _flags([item.run.flags for item in classes], calls)
         united: dict[Hashable, list[int]] = {}
         for k in range(len(classes)):
             united.setdefault(tuple(tuple(column[k]) for column in columns.values()), []).append(k)
@@ -259,10 +260,17 @@ def count_of(column: Sequence[int], entry: int) -> int:
 
 
 def _by_parent(parents: Sequence[int], start: int) -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for index in range(start, len(parents)):
-        children.setdefault(parents[index], []).append(index)
-    return children
+    """The calls from ``start`` on under each parent, parents ascending."""
+    calls = sorted(range(start, len(parents)), key=parents.__getitem__)
+    return {parent: list(children) for parent, children in groupby(calls, key=parents.__getitem__)}
+
+
+def _flags(columns: Sequence[Sequence[int]], calls: Sequence[Sequence[int]]) -> list[list[int]]:
+    """As ``_pick`` for each class; one and the same column where all calls ended alike, as they mostly do."""
+    all_flags = set().union(*columns)
+    if len(all_flags) == 1:
+        return [[*all_flags] * len(calls[0])] * len(calls)
+    return [_pick(column, c) for column, c in zip(columns, calls, strict=True)]
 
 
 def _pick(column: Sequence[int], calls: Sequence[int]) -> list[int]:

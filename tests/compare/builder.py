@@ -12,6 +12,7 @@ import hashlib
 from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from detaudit.core.recording import ModuleInfo, RunColumns, Value
@@ -85,9 +86,10 @@ class MemoryTrace:
         process: int = 0,
         position: int | None = None,
         unobserved: Iterable[tuple[str, str, str]] = (),
+        more: Mapping[str, object] = MappingProxyType({}),
         **records: object,
     ) -> MemoryTrace:
-        """Add a run. ``records``: by name, with ``__`` for a dot; a plain value stands at site ``out``."""
+        """Add a run. ``records`` and ``more``: by name; a plain value stands at site ``out``."""
         columns = {name: array("i") for name in ("module", "parent", "args", "state", "out", "flags")}
         for call in calls:
             self._append(columns, call, -1)
@@ -100,7 +102,7 @@ class MemoryTrace:
                 process,
                 0.1,
                 **columns,
-                records={name.replace("__", "."): self._run_record(r) for name, r in records.items()},
+                records={name: self._run_record(item) for name, item in (records | dict(more)).items()},
                 unobserved=tuple(unobserved),
             )
         )

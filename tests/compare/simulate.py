@@ -136,7 +136,8 @@ class Process:
         world = tuple(str(self._state(inner)) for inner in sorted(self.truth.within(index)))
         called = Called(index, (x, *world))
         self.calls.append(called)
-        v, children = _hash("enter", index, x, *state.values()), []
+        v = _hash("enter", index, x, *state.values())
+        children: list[Node] = []
         for step in module.steps:
             v = self._step(step, v, x, called, children)
         if module.counter:

@@ -24,7 +24,7 @@ def leaf(name: str, x: object = "x", y: object = "y") -> Node:
     return node(name, x, y)
 
 
-def matched(*runs: Sequence[Node]) -> list[tuple[str, ...]]:
+def matched(*runs: Sequence[Node]) -> list[tuple[str, str]]:
     """For each node its module and in which of the (distinct) runs it is."""
     trace = MemoryTrace()
     for calls in runs:

@@ -82,10 +82,9 @@ def test_inputs_changed_in_place_by_an_outermost_call_only() -> None:
 def test_parameters_changed_by_running_do_not_decide_the_verdict() -> None:
     trace = MemoryTrace()
     for index in range(3):
-        records = {"parameters__before": {f"p{i}": 0 for i in range(9)}} if index == 0 else {}
-        if index == 2:
-            records = {"parameters__after": {f"p{i}": i and 1 for i in range(9)}}
-        trace.add([node("f", "x", "y")], inputs="x", final="y", **records)
+        parameters = {f"p{i}": int(i > 0 and index == 2) for i in range(9)}
+        more = {0: {"parameters.before": parameters}, 1: {}, 2: {"parameters.after": parameters}}[index]
+        trace.add([node("f", "x", "y")], inputs="x", final="y", more=more)
     report = analyze(trace)
     assert (report.verdict, kinds(report)) == ("deterministic", ["stateful"])
     assert "p1, p2, p3, p4, p5 and 3 more" in finding(report, "stateful").message
@@ -96,7 +95,7 @@ def test_parameters_of_another_process_are_not_compared_as_changed() -> None:
     for process in range(2):
         trace.add(
             [node("f", "x", "y")], condition="fresh-process", process=process, final="y",
-            parameters__before={"p": 0}, parameters__after={"p": 1},
+            more={"parameters.before": {"p": 0}, "parameters.after": {"p": 1}},
         )  # fmt: skip
     report = analyze(trace)
     assert (report.verdict, kinds(report)) == ("deterministic", ["stateful"])
@@ -107,7 +106,7 @@ def test_training_that_ends_with_other_parameters_is_nondeterministic() -> None:
     for process in range(2):
         trace.add(
             [node("f", "x", "y")], condition="fresh-process", process=process, final="y",
-            parameters__before={"p": 0}, parameters__after={"p": process + 1},
+            more={"parameters.before": {"p": 0}, "parameters.after": {"p": process + 1}},
         )  # fmt: skip
     report = analyze(trace)
     assert report.verdict == "nondeterministic"

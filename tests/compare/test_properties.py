@@ -26,7 +26,7 @@ def programs(draw: st.DrawFn, extra: tuple[str, ...] = (), state: bool = False) 
         for _ in range(draw(st.integers(0, 4)) if kinds else 0):
             kind = draw(st.sampled_from(kinds))
             target = draw(st.integers(index + 1, size - 1)) if kind in (*CALLS, "poke") else 0
-            steps.append(Step(kind, target))  # type: ignore[arg-type]
+            steps.append(Step(kind, target))
         counter = state and draw(st.integers(0, 9)) == 0
         cache = state and draw(st.integers(0, 3)) == 0
         modules.append(Module(tuple(steps), counter, cache))

@@ -107,7 +107,7 @@ def test_state_recorded_once_that_differs_before_the_run(record: str) -> None:
     trace = MemoryTrace()
     for index in range(3):
         calls = [node("", "x", index, node("attn", "x", index))]
-        trace.add(calls, inputs="x", final=index, **{record.replace(".", "__"): {site: index}})
+        trace.add(calls, inputs="x", final=index, more={record: {site: index}})
     report = analyze(trace)
     assert (origins(report), report.verdict) == (["attn"], "nondeterministic")
     assert site in str(report.origins[0].mechanism)
@@ -120,7 +120,7 @@ def test_parameters_that_fresh_processes_begin_with_accuse_no_module() -> None:
         trace.add(
             [node("", "x", (index, "y"), node("linear", "x", index))],
             condition="fresh-process", process=index, final=index,
-            parameters__before={"linear.weight": index},
+            more={"parameters.before": {"linear.weight": index}},
         )  # fmt: skip
     report = analyze(trace)
     assert (report.verdict, report.origins) == ("nondeterministic", ())
@@ -136,7 +136,9 @@ def test_a_large_cache_written_in_the_run_excuses_later_calls() -> None:
             node("block", "t", (index, "u"), node("attn", "t", (index, "second"))),
         ]
         trace.add(
-            calls, final=index, large__start={"attn:buffer.kv": 0}, large__end={"attn:buffer.kv": index}
+            calls,
+            final=index,
+            more={"large.start": {"attn:buffer.kv": 0}, "large.end": {"attn:buffer.kv": index}},
         )
     assert origins(analyze(trace)) == ["race"]
 
@@ -152,7 +154,7 @@ def test_parameters_updated_in_the_run_excuse_later_calls() -> None:
         ]
         trace.add(
             calls, condition="fresh-process", process=index, final=index,
-            parameters__before={"body.weight": 0}, parameters__after={"body.weight": index},
+            more={"parameters.before": {"body.weight": 0}, "parameters.after": {"body.weight": index}},
         )  # fmt: skip
     report = analyze(trace)
     assert [(o.module, o.call, o.calls) for o in report.origins] == [("head", 0, 1)]

@@ -109,7 +109,7 @@ def test_gradients_count_and_those_that_some_runs_lack() -> None:
     differing, lacking = MemoryTrace(), MemoryTrace()
     for index in range(2):
         differing.add(model("y"), inputs="x", final="y", grad={"grad.weight": index})
-        lacking.add(model("y"), inputs="x", final="y", **({"grad": {"grad.weight": 1}} if index else {}))
+        lacking.add(model("y"), inputs="x", final="y", more={"grad": {"grad.weight": 1}} if index else {})
     for trace in (differing, lacking):
         report = analyze(trace)
         assert (report.verdict, report.origins) == ("nondeterministic", ())
