@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.leaks import GlobalState
-from tests.support import threads
 
 VOID_CONTROLS = pytest.StashKey[list[str]]()
 
@@ -26,7 +25,7 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture
 def racy(request: pytest.FixtureRequest) -> Iterator[None]:
     """Four threads, on a machine where unordered accumulation has just been seen to vary; else a skip."""
-    from tests.support import race_varies
+    from tests.support import race_varies, threads
 
     with threads(4):
         if not race_varies():
