@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from detaudit.analysis import CallKey, analyze_trace, key_of, merge
+from detaudit.analysis import CallKey, analyze_trace, coverage, key_of, merge
 from detaudit.capture import NO_NUMBERS, Kept, Numbers, numbers_of
 from detaudit.core.recording import FRESH_PROCESS
 from detaudit.core.records import Origin, Report
@@ -18,7 +18,7 @@ from detaudit.options import Options
 from detaudit.output import TargetOutput
 from detaudit.progress import Progress
 from detaudit.target import TargetSpec
-from detaudit.trace import TraceWriter
+from detaudit.trace import TraceWriter, open_trace
 from detaudit.worker import Job, launch
 
 CAPTURE_ATTEMPTS = 5
@@ -58,7 +58,10 @@ class ScriptAudit:
     def report(self) -> Report:
         """Compare the runs; where they differ, run again with the origins' outputs kept."""
         left_out = [*self.options.exclude, *(f"all but {glob}" for glob in self.options.only)]
-        report = analyze_trace(self.writer, {"restored": RESTORED, "coverage": {}, "excluded": left_out})
+        with open_trace(self.writer.path) as trace:
+            modules = list(trace.modules)
+        seen = coverage(modules, [module.path for module in modules], ())
+        report = analyze_trace(self.writer, {"restored": RESTORED, "coverage": seen, "excluded": left_out})
         return merge(report, examined=self._examine(report.origins))
 
     def _launch(self, position: int, *, recorded: bool = True, **capture: Any) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import argparse
 
+import racy_moe
 import torch
-from racy_moe import build_model, make_inputs
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=1)
 steps = parser.parse_args().steps
 
-model = build_model()
-hidden = make_inputs()
+model = racy_moe.build_model()
+hidden = racy_moe.make_inputs()
 with torch.no_grad():
     for _ in range(steps):
         logits = model(hidden)
