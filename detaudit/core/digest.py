@@ -173,7 +173,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@_unseen
+def interposed() -> bool:
+    """Whether a mode or a transform would see what is done to plain tensors, so that ``unseen`` is needed."""
+    return (
+        torch._C._is_torch_function_mode_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+_ordinary_keys: set[int] = set()
+"""Dispatch key sets of tensors that turned out to be plain; sparse, wrapped and lazy ones have others."""
+
+
 def parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
     """The plain strided tensors that a tensor consists of, with the suffix of each one's site.
 
@@ -185,7 +197,15 @@ def parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
     Raises:
         NotObservable: none of these applies (meta tensors, opaque storage, unknown subclasses).
     """
-    return list(_parts(tensor, ""))
+    exact = type(tensor) is Tensor and not interposed()
+    keys = torch._C._dispatch_keys(tensor).raw_repr() if exact else 0
+    if exact and keys in _ordinary_keys and tensor.data_ptr() != 0:
+        return [("", tensor)]
+    with unseen():
+        found = list(_parts(tensor, ""))
+    if exact and [suffix for suffix, _ in found] == [""]:
+        _ordinary_keys.add(keys)
+    return found
 
 
 def _parts(tensor: Tensor, suffix: str) -> Iterator[tuple[str, Tensor]]:

@@ -39,10 +39,6 @@ static T __ldg(const T *at) {
     return *at;
 }
 
-template <class T>
-static T __ldcs(const T *at) {
-    return __ldg(at);
-}
 static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
 }

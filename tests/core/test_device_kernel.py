@@ -62,12 +62,9 @@ def run(kernel: ctypes.CDLL, work: list[tuple[Plan, int]], low: int, high: int) 
     for i, ((item, address), out) in enumerate(zip(work, outs, strict=True)):
         at = i * plans.SOURCE.size
         batch[at : at + plans.SOURCE.size] = item.packed
-        plans.BASE_AND_OUT.pack_into(batch, at, address, ctypes.addressof(out))
-        batch[at + plans.FIRST_BLOCK_OFFSET : at + plans.FIRST_BLOCK_OFFSET + 4] = blocks.to_bytes(
-            4, "little"
-        )
+        plans.ADDRESSES.pack_into(batch, at, address, ctypes.addressof(out), blocks)
         blocks += item.blocks
-    batch[-8:-4] = len(work).to_bytes(4, "little")
+    plans.COUNT.pack_into(batch, plans.COUNT_OFFSET, len(work))
     buffer = ctypes.create_string_buffer(bytes(batch), len(batch))
     assert kernel.launch(buffer, blocks, ctypes.c_uint64(low), ctypes.c_uint64(high)) == 0, "deadlock"
     for (item, _), out in zip(work, outs, strict=True):
@@ -110,39 +107,39 @@ def test_every_short_length(kernel: ctypes.CDLL, shift: int) -> None:
         assert made.kind is Kind.THREAD_PER_LEAF
 
 
-MIDDLE = [241, 255, 256, 257, 320, 383, 512, 700, 960, 1016, 1023, 1024, 1025, 1088, 1089, 1536, 2047, 2048]
+NARROW = [241, 255, 256, 257, 320, 383, 511, 512]
+MIDDLE = [513, 700, 960, 1016, 1023, 1024, 1025, 1088, 1089, 1536, 2047, 2048]
 LONG = [2049, 3072, 3100, 4095, 4096, 4097, 5120, 8192, 8193]
 LONGEST = [12289, 16384, 16385, 65535, 65536, 65537, 66000, 131072, 140001]
-ROWS = {Kind.GROUP_OF_4: 321, Kind.GROUP_OF_8: 161, Kind.GROUP_OF_16: 21, Kind.BLOCK_PER_LEAF: 6}
-"""Leaves that make the plan choose, with so few thread blocks."""
+FEW, SOME, MANY = 5, 21, 81
+"""Leaves that make the plan choose, with so few thread blocks, a block, 16 or 8 threads for each."""
 
 
 @pytest.mark.parametrize("shift", [0, 3, 8])
-@pytest.mark.parametrize("kind", list(ROWS)[:3])
-def test_a_group_per_leaf(kernel: ctypes.CDLL, kind: Kind, shift: int) -> None:
-    for length in MIDDLE + LONG:
-        if kind is not Kind.GROUP_OF_4 or length < 1600 or length in (4096, 5120):
-            assert check(kernel, (ROWS[kind], length), (length, 1), 1, shift).kind is kind
-
-
-@pytest.mark.parametrize("shift", [0, 3, 8])
-def test_a_block_per_leaf(kernel: ctypes.CDLL, shift: int) -> None:
-    for length in LONG + LONGEST:
-        assert (
-            check(kernel, (ROWS[Kind.BLOCK_PER_LEAF], length), (length, 1), 1, shift).kind
-            is Kind.BLOCK_PER_LEAF
-        )
+@pytest.mark.parametrize(
+    ("kind", "rows", "lengths"),
+    [
+        (Kind.GROUP_OF_4, SOME, NARROW),
+        (Kind.GROUP_OF_8, MANY, MIDDLE + LONG),
+        (Kind.GROUP_OF_16, SOME, MIDDLE + LONG),
+        (Kind.BLOCK_PER_LEAF, FEW, LONG + LONGEST),
+    ],
+)
+def test_long_leaves(kernel: ctypes.CDLL, kind: Kind, rows: int, lengths: list[int], shift: int) -> None:
+    for length in lengths:
+        cut_rows = rows if length <= 65536 else 1
+        assert check(kernel, (cut_rows, length), (length, 1), 1, shift).kind is kind
 
 
 @pytest.mark.parametrize("length", [65537, 66000, 131072 + 1000])
 def test_groups_take_the_ends_of_long_rows(kernel: ctypes.CDLL, length: int) -> None:
     assert check(kernel, (11, length), (length, 1), 1).kind is Kind.GROUP_OF_16
+    assert check(kernel, (41, length), (length, 1), 1).kind is Kind.GROUP_OF_8
 
 
 @pytest.mark.parametrize(("rows", "length"), [(65537, 1), (65537, 3), (65600, 7), (66001, 255)])
 def test_shared_leaves(kernel: ctypes.CDLL, rows: int, length: int) -> None:
-    kind = Kind.GROUP_OF_4 if rows * length > 320 * 256 else Kind.GROUP_OF_8
-    assert check(kernel, (rows, length), (length, 1), 1).kind is kind
+    assert check(kernel, (rows, length), (length, 1), 1).kind is Kind.GROUP_OF_4
 
 
 @pytest.mark.parametrize(
@@ -151,7 +148,8 @@ def test_shared_leaves(kernel: ctypes.CDLL, rows: int, length: int) -> None:
         ((3, 5, 300), (2000, 320, 1), 1),
         ((5, 3, 300), (300, 2000, 1), 2),
         ((2, 3, 4, 5, 40), (48, 100000, 4000, 200, 1), 4),
-        ((2, 2, 2, 2, 2, 2, 130), (1, 0, 1300, 130, 9000, 0, 1), 8),
+        ((2, 2, 3, 2, 130), (1, 0, 1300, 150, 1), 8),
+        ((1, 2, 1, 2, 3, 2, 130), (5, 9000, 1, 1, 1300, 150, 1), 8),
         ((7, 600), (0, 1), 2),
         ((4, 2500), (2600, 1), 4),
         ((2, 4, 9000), (9000, 30000, 1), 1),
@@ -190,7 +188,7 @@ def test_any_tensor(kernel: ctypes.CDLL, tensor: tuple[tuple[int, ...], tuple[in
 
 
 def test_several_tensors_in_one_launch(kernel: ctypes.CDLL) -> None:
-    shapes = [(3, 2000), (1, 9), (170, 700), (9000, 7), (2, 70000), (5, 1024), (1, 4096), (100000, 1)]
+    shapes = [(3, 2000), (1, 9), (90, 700), (9000, 7), (2, 70000), (5, 1024), (1, 4096), (100000, 1)]
     memory = pattern(140_000)
     storage = ctypes.create_string_buffer(memory, len(memory))
     start = ctypes.addressof(storage)
@@ -212,6 +210,7 @@ def test_what_must_be_made_contiguous_first() -> None:
     scattered = (2,) * 7, (2, 10, 50, 250, 1250, 6250, 31250)
     assert plan("float32", (*scattered[0], 100), (*scattered[1], 1), 4, 0, 8) is None, "too many dimensions"
     assert plan("float32", (4, 2000), (2500, 1), 4, 0, 8) is not None
+    assert plan("float32", (3, 2, 2, 0, 7), (9, 8, 5, 3, 2), 4, 0, 8) is not None, "no bytes at all"
 
 
 def test_too_many_leaves() -> None:
@@ -223,7 +222,7 @@ def test_alignment() -> None:
     def alignment(shape: tuple[int, ...], strides: tuple[int, ...], item: int, address: int) -> int:
         made = plan("x", shape, strides, item, address, 8)
         assert made is not None
-        return int(plans.SOURCE.unpack(made.packed)[-3])
+        return int(plans.SOURCE.unpack(made.packed)[-1])
 
     assert alignment((100, 64), (64, 1), 4, 0) == 16
     assert alignment((100, 64), (64, 1), 4, 8) == 8

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from detaudit.core.device.queue import DeviceQueue, GraphSlots
 from detaudit.core.device.ring import LIMIT_BYTES, SEGMENT_BYTES
-from detaudit.core.digest import NotObservable, Pending, Ready, digest, scalar_value, unseen
+from detaudit.core.digest import NotObservable, Pending, Ready, digest, interposed, scalar_value, unseen
 
 
 class DeviceDigester:
@@ -50,30 +50,30 @@ class DeviceDigester:
 
     def submit_all(self, tensors: Sequence[Tensor]) -> list[Pending]:
         """``submit`` for each, in one launch where possible: for tensors at hand at the same time."""
-        with (
-            torch._C.DisableTorchFunction(),
-            torch._C._DisableTorchDispatch(),
-            torch._C._DisableFuncTorch(),
-        ):
-            devices = {tensor.get_device() for tensor in tensors}
-            if len(devices) == 1 and tensors[0].is_cuda:
-                return self._submit(tensors, devices.pop())
-            return [
-                self._submit((tensor,), tensor.get_device())[0] if tensor.is_cuda else Ready(digest(tensor))
-                for tensor in tensors
-            ]
+        if interposed():
+            with unseen():
+                return self._submit(tensors)
+        return self._submit(tensors)
 
-    def _submit(self, tensors: Sequence[Tensor], index: int) -> list[Pending]:
+    def _submit(self, tensors: Sequence[Tensor]) -> list[Pending]:
+        if len(tensors) == 1 and tensors[0].is_cuda:
+            return self._submit_to(tensors[0].get_device(), tensors)
+        devices = {tensor.get_device() if tensor.is_cuda else -1 for tensor in tensors}
+        if len(devices) == 1 and -1 not in devices:
+            return self._submit_to(devices.pop(), tensors)
+        return [self._submit((t,))[0] if t.is_cuda else Ready(digest(t)) for t in tensors]
+
+    def _submit_to(self, index: int, tensors: Sequence[Tensor]) -> list[Pending]:
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                return self._submit(tensors, index)
-        queue = self._queue(index)
+                return self._submit_to(index, tensors)
+        queue = self._queues.get(index) or self._queue(index)
         stream = torch._C._cuda_getCurrentRawStream(index)
         with queue.lock:
             planned = [queue.planned(tensor) for tensor in tensors]
             if torch._C._cuda_isCurrentStreamCapturing():
-                return [*self._slots(queue).capture(planned, stream)]
-            return [*queue.submit(planned, stream)]
+                return self._slots(queue).capture(planned, stream)
+            return queue.submit(planned, stream)
 
     def _slots(self, queue: DeviceQueue) -> GraphSlots:
         slots = self._captures.setdefault(threading.get_ident(), GraphSlots(queue))

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import struct
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,10 @@ import torch
 from detaudit.core.errors import DetauditError
 
 _INVALID_CONTEXT = 201
+_LAUNCH_CONFIG = struct.Struct("<7I4x2QI4x")
+"""CUlaunchConfig: grid and block dimensions, shared memory; stream; attributes and their number."""
+_GRID = struct.Struct("<I")
+_STREAM = struct.Struct("<Q")
 
 
 class DeviceUnavailable(DetauditError):
@@ -33,7 +38,6 @@ def _libcuda() -> ctypes.CDLL:
     except OSError as error:
         raise DeviceUnavailable(f"the CUDA driver cannot be loaded ({error})") from error
     pointer, number = ctypes.c_void_p, ctypes.c_uint
-    cuda.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
     cuda.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
     cuda.cuEventRecord.argtypes = [pointer, pointer]
     cuda.cuStreamWaitEvent.argtypes = [pointer, pointer, number]
@@ -115,17 +119,20 @@ class Kernel:
 
     def __init__(self, code: bytes, name: str, device: int, parameter_bytes: int, threads: int) -> None:
         self._cuda = _libcuda()
-        self._launch = self._cuda.cuLaunchKernel
         self._device = device
         self._threads = threads
         buffer = ctypes.create_string_buffer(parameter_bytes)
         self.parameters = memoryview(buffer).cast("B")
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self._config = ctypes.create_string_buffer(_LAUNCH_CONFIG.size)
+        _LAUNCH_CONFIG.pack_into(self._config, 0, 0, 1, 1, threads, 1, 1, 0, 0, 0, 0)
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._enter_context()
         _checked(self._cuda.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
         result = self._cuda.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode())
         _checked(result, "cuModuleGetFunction")
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self._arguments = ctypes.byref(self._config), self._function, pointers, None
+        self._launch = self._cuda.cuLaunchKernelEx
 
     def _enter_context(self) -> None:
         """Make the device's primary context, which torch uses, current in this thread."""
@@ -146,16 +153,14 @@ class Kernel:
 
     def launch(self, blocks: int, stream: int) -> None:
         """Queue the kernel on a raw stream, with what ``parameters`` holds now."""
-        result = self._launch(
-            self._function, blocks, 1, 1, self._threads, 1, 1, 0, stream, self._pointers, None
-        )
+        _GRID.pack_into(self._config, 0, blocks)
+        _STREAM.pack_into(self._config, 32, stream)
+        result = self._launch(*self._arguments)
         if result == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
             self._enter_context()
-            result = self._launch(
-                self._function, blocks, 1, 1, self._threads, 1, 1, 0, stream, self._pointers, None
-            )
+            result = self._launch(*self._arguments)
         if result:
-            _checked(result, "cuLaunchKernel")
+            _checked(result, "cuLaunchKernelEx")
 
 
 def copy_on_device(destination: int, source: int, size: int, stream: int) -> None:

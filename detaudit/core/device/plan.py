@@ -14,22 +14,24 @@ from enum import IntEnum
 from detaudit.core.geometry import LEAF_BYTES, LEAF_DIGEST_BYTES, RAW_BYTES, Geometry, geometry
 
 THREADS = 256
-MAX_DIMS = 6
+MAX_DIMS = 4
 MAX_SOURCES = 8
-SOURCE = struct.Struct(f"<4Q{MAX_DIMS}Q{MAX_DIMS}Q8I")
-BATCH_BYTES = SOURCE.size * MAX_SOURCES + 8
-FIRST_BLOCK = struct.Struct("<I")
-FIRST_BLOCK_OFFSET = SOURCE.size - 8
+SOURCE = struct.Struct(f"<2Q2I2Q{MAX_DIMS}Q{MAX_DIMS}Q6I")
+ADDRESSES = struct.Struct("<2QI")
+"""``base``, ``out`` and ``first_block``: what is filled in at each launch."""
+COUNT = struct.Struct("<I")
 COUNT_OFFSET = SOURCE.size * MAX_SOURCES
-BASE_AND_OUT = struct.Struct("<2Q")
+BATCH_BYTES = COUNT_OFFSET + 8
 SLOT_ALIGNMENT = 16
 MAX_LEAVES = 1 << 31
 """Leaf indices are 32-bit on the device."""
 
 SHORT_BYTES = 240
 """XXH3 has its own formulas up to this length."""
-BLOCK_PER_LEAF_BYTES = 2048
-"""Leaves longer than this are worth a thread block each where they are few."""
+NARROW_BYTES = 512
+"""Up to this length four threads per leaf are fastest, however few leaves there are (measured on an H200)."""
+BLOCK_BYTES = 2048
+"""Leaves longer than this get a thread block each while all of these can be resident at once."""
 
 
 class Kind(IntEnum):
@@ -60,6 +62,7 @@ class Plan:
         dtype, shape, item_bytes: of the tensor.
         kind: COPY for small tensors, which travel as raw bytes.
         out_bytes: bytes written to the ring: the leaf digests, or the raw bytes.
+        slot_bytes: bytes reserved for them.
         blocks: thread blocks that it can use.
         packed: ``Source`` with ``base``, ``out`` and ``first_block`` left at 0.
     """
@@ -69,12 +72,9 @@ class Plan:
     item_bytes: int
     kind: Kind
     out_bytes: int
+    slot_bytes: int
     blocks: int
     packed: bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        return -(-self.out_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def plan(
@@ -97,14 +97,13 @@ def plan(
     if rows is None:
         return None
     dims, row_bytes = rows
-    kind = Kind.COPY if small else _kind(cut, max_blocks * THREADS)
+    kind = Kind.COPY if small else _kind(cut, max_blocks)
     alignment = _alignment(address, dims, cut)
     wanted = -(-cut.nbytes // 4) if small else cut.leaves * _THREADS_PER_LEAF[kind]
     blocks = min(-(-wanted // THREADS), max_blocks)
     filler = [0] * (MAX_DIMS - len(dims))
     packed = SOURCE.pack(
-        0,
-        0,
+        *(0, 0, 0, blocks),
         math.prod(size for size, _ in dims),
         row_bytes,
         *(stride for _, stride in dims),
@@ -117,11 +116,10 @@ def plan(
         cut.leaves,
         kind,
         alignment,
-        0,
-        blocks,
     )
     out_bytes = cut.nbytes if small else cut.leaves * LEAF_DIGEST_BYTES
-    return Plan(dtype, tuple(shape), item_bytes, kind, out_bytes, blocks, packed)
+    slot_bytes = -(-out_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    return Plan(dtype, tuple(shape), item_bytes, kind, out_bytes, slot_bytes, blocks, packed)
 
 
 Dims = list[tuple[int, int]]
@@ -156,6 +154,8 @@ def _rows(
 
 def _runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[Dims, int] | None:
     """The longest contiguous runs, whatever rows they are of: all that a copy needs."""
+    if 0 in shape:
+        return [(1, 0)], 0
     dims = _collapsed(shape, strides, item_bytes)
     run = item_bytes
     if dims and dims[-1][1] == item_bytes:
@@ -163,17 +163,17 @@ def _runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tupl
     return None if len(dims) > MAX_DIMS else (dims or [(1, run)], run)
 
 
-def _kind(cut: Geometry, resident: int) -> Kind:
-    """The fewest threads per leaf that give all resident threads something to do."""
+def _kind(cut: Geometry, max_blocks: int) -> Kind:
+    """Few threads per leaf read fastest, as long as there are enough leaves to keep the device busy."""
     longest = min(cut.rows_per_leaf * cut.row_bytes, LEAF_BYTES)
     if longest <= SHORT_BYTES:
         return Kind.THREAD_PER_LEAF
-    if longest > BLOCK_PER_LEAF_BYTES and cut.leaves * 64 < resident:
+    if longest <= NARROW_BYTES:
+        return Kind.GROUP_OF_4
+    if longest > BLOCK_BYTES and cut.leaves <= max_blocks:
         return Kind.BLOCK_PER_LEAF
-    for kind in (Kind.GROUP_OF_4, Kind.GROUP_OF_8):
-        if cut.leaves * _THREADS_PER_LEAF[kind] >= resident:
-            return kind
-    return Kind.GROUP_OF_16
+    half = max_blocks * THREADS // 2
+    return Kind.GROUP_OF_8 if cut.leaves * 8 >= half else Kind.GROUP_OF_16
 
 
 def _alignment(address: int, dims: Dims, cut: Geometry) -> int:

@@ -13,7 +13,7 @@ from detaudit.core.device import plan as plans
 from detaudit.core.device.driver import Kernel, copy_on_device, cubin
 from detaudit.core.device.plan import Kind, Plan
 from detaudit.core.device.ring import Fill, Ring, RingTooSmall, Segment, new_segment
-from detaudit.core.digest import NotObservable, as_words, dtype_name, unseen, value_of
+from detaudit.core.digest import NotObservable, Pending, as_words, dtype_name, unseen, value_of
 from detaudit.core.geometry import root_of
 from detaudit.core.recording import Value
 
@@ -118,26 +118,29 @@ class DeviceQueue:
         self._plans[key] = found
         return found
 
-    def submit(self, planned: Sequence[Planned], stream: int) -> list[DevicePending]:
+    def submit(self, planned: Sequence[Planned], stream: int) -> list[Pending]:
         """Queue digests into the ring, on a raw stream.
 
         Raises:
             NotObservable: a digest alone is larger than the ring.
         """
+        size = 0
+        for plan, _ in planned:
+            size += plan.slot_bytes
         try:
-            segment, offset = self.ring.reserve(sum(plan.slot_bytes for plan, _ in planned))
+            segment, offset = self.ring.reserve(size)
         except RingTooSmall as error:
             if len(planned) == 1:
                 raise NotObservable(f"its leaf digests do not fit into the ring ({error})") from error
             return [self.submit([item], stream)[0] for item in planned]
-        pendings, work = [], []
-        for plan, tensor in planned:
-            pendings.append(DevicePending(plan, segment.fill, offset))
-            work.append((plan, tensor.data_ptr(), segment.address + offset))
-            offset += plan.slot_bytes
-            self._keep(tensor, stream)
-        self._launch(work, stream)
+        out = segment.address + offset
+        self.launch(planned, out, stream)
         self.ring.queued(stream)
+        pendings: list[Pending] = []
+        for plan, tensor in planned:
+            self._keep(tensor, stream)
+            pendings.append(DevicePending(plan, segment.fill, offset))
+            offset += plan.slot_bytes
         return pendings
 
     def _keep(self, tensor: Tensor, stream: int) -> None:
@@ -147,22 +150,25 @@ class DeviceQueue:
             found = self._streams[stream] = torch.cuda.current_stream(self.index)
         tensor.record_stream(found)
 
-    def _launch(self, work: Sequence[tuple[Plan, int, int]], stream: int) -> None:
-        """Queue (plan, address of the tensor, address of the slot) in as few launches as they fit into."""
-        parameters = self._kernel.parameters
-        for first in range(0, len(work), plans.MAX_SOURCES):
-            part = work[first : first + plans.MAX_SOURCES]
-            blocks = at = 0
-            for plan, address, out in part:
-                end = at + plans.SOURCE.size
-                parameters[at:end] = plan.packed
-                plans.BASE_AND_OUT.pack_into(parameters, at, address, out)
-                plans.FIRST_BLOCK.pack_into(parameters, at + plans.FIRST_BLOCK_OFFSET, blocks)
-                blocks += plan.blocks
-                at = end
-            plans.FIRST_BLOCK.pack_into(parameters, plans.COUNT_OFFSET, len(part))
-            if blocks:
-                self._kernel.launch(blocks, stream)
+    def launch(self, planned: Sequence[Planned], out: int, stream: int) -> None:
+        """Queue digests, written one after the other from an address on, in as few launches as can be."""
+        parameters, fill, size = self._kernel.parameters, plans.ADDRESSES.pack_into, plans.SOURCE.size
+        at = blocks = 0
+        for plan, tensor in planned:
+            parameters[at : at + size] = plan.packed
+            fill(parameters, at, tensor.data_ptr(), out, blocks)
+            out += plan.slot_bytes
+            blocks += plan.blocks
+            at += size
+            if at == plans.COUNT_OFFSET:
+                self._send(at // size, blocks, stream)
+                at = blocks = 0
+        self._send(at // size, blocks, stream)
+
+    def _send(self, count: int, blocks: int, stream: int) -> None:
+        if blocks:
+            plans.COUNT.pack_into(self._kernel.parameters, plans.COUNT_OFFSET, count)
+            self._kernel.launch(blocks, stream)
 
     def reserve_slot(self, size: int) -> tuple[Segment, int]:
         """Room that stays the graph's own; allocates, from the graph's pool, only beyond the reserve."""
@@ -196,23 +202,22 @@ class GraphSlots:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def capture(self, planned: Sequence[Planned], stream: int) -> list[CapturedPending]:
+    def capture(self, planned: Sequence[Planned], stream: int) -> list[Pending]:
         """Make digests part of the graph that is being captured on a raw stream."""
-        work = [(plan, tensor.data_ptr(), self._slot(plan)) for plan, tensor in planned]
-        self._queue._launch(work, stream)
-        return [CapturedPending(index) for index in range(len(self) - len(work), len(self))]
-
-    def _slot(self, plan: Plan) -> int:
-        segment, offset = self._queue.reserve_slot(plan.slot_bytes)
-        end = offset + plan.slot_bytes
+        size = sum(plan.slot_bytes for plan, _ in planned)
+        segment, offset = self._queue.reserve_slot(size)
+        self._queue.launch(planned, segment.address + offset, stream)
         if self._ranges and self._ranges[-1][0] is segment:
-            self._ranges[-1] = (segment, self._ranges[-1][1], end)
+            self._ranges[-1] = (segment, self._ranges[-1][1], offset + size)
         else:
-            self._ranges.append((segment, offset, end))
-        self._digests.append((plan, len(self._ranges) - 1, offset - self._ranges[-1][1]))
-        return segment.address + offset
+            self._ranges.append((segment, offset, offset + size))
+        first = len(self)
+        for plan, _ in planned:
+            self._digests.append((plan, len(self._ranges) - 1, offset - self._ranges[-1][1]))
+            offset += plan.slot_bytes
+        return [CapturedPending(index) for index in range(first, len(self))]
 
-    def replayed(self) -> list[DevicePending]:
+    def replayed(self) -> list[Pending]:
         """Keep the digests of the replay that was just queued on the current stream.
 
         The slots are copied into the ring in stream order, before a later replay can write to them. The

@@ -14,7 +14,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 const u32 THREADS = 256;
-const u32 MAX_DIMS = 6;
+const u32 MAX_DIMS = 4;
 const u32 MAX_SOURCES = 8;
 const u32 LEAF_BYTES = 65536;
 const u32 STRIPE = 64, BLOCK_STRIPES = 16, BLOCK_BYTES = 1024;
@@ -22,9 +22,6 @@ const u32 AHEAD = 4;           // loads of 16 bytes that a thread has in flight
 const u32 MIN_RESIDENT = 4;    // thread blocks per multiprocessor
 const u32 FULL_WARP = 0xffffffffu;
 
-#ifndef LOAD16
-#define LOAD16 __ldcs
-#endif
 
 const u64 PRIME32_1 = 0x9E3779B1ull, PRIME32_2 = 0x85EBCA77ull, PRIME32_3 = 0xC2B2AE3Dull;
 const u64 PRIME64_1 = 0x9E3779B185EBCA87ull, PRIME64_2 = 0xC2B2AE3D27D4EB4Full;
@@ -48,20 +45,20 @@ __constant__ u64 INITIAL[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
 enum Kind { COPY = 0, THREAD_PER_LEAF = 1, GROUP_OF_4 = 2, GROUP_OF_8 = 3, GROUP_OF_16 = 4, BLOCK_PER_LEAF = 5 };
 
 struct Source {
-    u64 base;             // address of the first byte
-    u64 out;              // address of the first leaf digest, or of the copy
-    u64 rows;             // rows of row_bytes contiguous bytes each
+    u64 base;         // address of the first byte
+    u64 out;          // address of the first leaf digest, or of the copy
+    u32 first_block;  // thread blocks first_block to first_block + blocks - 1 work on it
+    u32 blocks;
+    u64 rows;         // rows of row_bytes contiguous bytes each
     u64 row_bytes;
     u64 stride[MAX_DIMS];  // bytes between rows, outermost dimension first
     u64 size[MAX_DIMS];
     u32 dims;
-    u32 rows_per_leaf;    // more than 1 only where rows follow each other without a gap
+    u32 rows_per_leaf;  // more than 1 only where rows follow each other without a gap
     u32 leaves_per_row;
     u32 leaves;
     u32 kind;
-    u32 alignment;        // 16, 8, or less: of every leaf's first byte
-    u32 first_block;
-    u32 blocks;
+    u32 alignment;  // 16, 8, or 4 for any: of every leaf's first byte
 };
 
 struct Batch {
@@ -121,6 +118,19 @@ __device__ __forceinline__ u64 read64(const u8 *at) {
     return joined(__funnelshift_r(low, high, 8 * past), __funnelshift_r(high, next, 8 * past));
 }
 
+// 16 aligned bytes, past the L1 cache. The L2 cache keeps them as any other: the model is about to read them.
+__device__ __forceinline__ uint4 read_aligned(const uint4 *at) {
+#ifdef __CUDA_ARCH__
+    uint4 words;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(at));
+    return words;
+#else
+    return __ldg(at);
+#endif
+}
+
 __device__ __forceinline__ u32 read32(const u8 *at) {
     return at[0] | (u32)at[1] << 8 | (u32)at[2] << 16 | (u32)at[3] << 24;
 }
@@ -128,7 +138,7 @@ __device__ __forceinline__ u32 read32(const u8 *at) {
 template <u32 ALIGNMENT>
 __device__ __forceinline__ Pair read128(const u8 *at) {
     if (ALIGNMENT == 16) {
-        const uint4 words = LOAD16((const uint4 *)at);
+        const uint4 words = read_aligned((const uint4 *)at);
         return {joined(words.x, words.y), joined(words.z, words.w)};
     }
     if (ALIGNMENT == 8) return {__ldg((const u64 *)at), __ldg((const u64 *)at + 1)};
@@ -215,15 +225,19 @@ struct Sums {
     }
 };
 
+__device__ __forceinline__ Pair last_stripe(Leaf leaf, u32 thread) {
+    const u8 *at = leaf.start + leaf.bytes - STRIPE + 16 * (thread & 3);
+    return {read64(at), read64(at + 8)};
+}
+
 // Adds the last stripe to the accumulators, which four neighbouring threads hold, and merges them.
-__device__ __forceinline__ u64 finished(Sums sums, Leaf leaf, const u64 *secret, u32 thread, u32 mask) {
+__device__ __forceinline__ u64 finished(Sums sums, Pair last, u32 bytes, const u64 *secret, u32 thread, u32 mask) {
     const u32 offset = 16 * (thread & 3);
-    const u8 *last = leaf.start + leaf.bytes - STRIPE + offset;
-    sums.add({read64(last), read64(last + 8)}, secret64(secret, 121 + offset), secret64(secret, 129 + offset));
+    sums.add(last, secret64(secret, 121 + offset), secret64(secret, 129 + offset));
     u64 merged = folded_product(sums.even ^ secret64(secret, 11 + offset), sums.odd ^ secret64(secret, 19 + offset));
     merged += __shfl_xor_sync(mask, merged, 1);
     merged += __shfl_xor_sync(mask, merged, 2);
-    return avalanche(leaf.bytes * PRIME64_1 + merged);
+    return avalanche(bytes * PRIME64_1 + merged);
 }
 
 // ---- many leaves: a group of 4 * SLOTS threads each ----
@@ -240,6 +254,7 @@ __device__ __forceinline__ u64 group_hash(Leaf leaf, const u64 *secret, u32 thre
     const u32 mask = SLOTS == 8 ? FULL_WARP : ((1u << 4 * SLOTS) - 1) << thread % 32 / (4 * SLOTS) * (4 * SLOTS);
     const u32 stripes = (leaf.bytes - 1) / STRIPE, scrambled = stripes / BLOCK_STRIPES * BLOCK_STRIPES;
     const u8 *at = leaf.start + STRIPE * slot + 8 * lane;
+    const Pair last = last_stripe(leaf, thread);
     Sums sums = {INITIAL[lane], INITIAL[lane + 1]}, part = {0, 0};
     for (u32 first = 0; first < stripes; first += batch) {
         Pair data[AHEAD];
@@ -260,7 +275,7 @@ __device__ __forceinline__ u64 group_hash(Leaf leaf, const u64 *secret, u32 thre
     }
     sums.even += over_slots<SLOTS>(part.even, mask);
     sums.odd += over_slots<SLOTS>(part.odd, mask);
-    return finished(sums, leaf, secret, thread, mask);
+    return finished(sums, last, leaf.bytes, secret, thread, mask);
 }
 
 template <u32 ALIGNMENT, u32 SLOTS>
@@ -292,8 +307,8 @@ __device__ __forceinline__ void sum_two_blocks(const u8 *at, u32 stripes, const 
         if (8 * i + slot < stripes) block[i / 2].add(data[i], key[8 * (i % 2)], key[8 * (i % 2) + 1]);
     // The first exchange leaves each half of the warp one block, the second each quarter one accumulator.
     const bool second = thread & 16, odd = thread & 8;
-    const Sums give = block[second ? 0 : 1];
-    Sums mine = block[second ? 1 : 0];
+    const Sums give = {second ? block[0].even : block[1].even, second ? block[0].odd : block[1].odd};
+    Sums mine = {second ? block[1].even : block[0].even, second ? block[1].odd : block[0].odd};
     mine.even += __shfl_xor_sync(FULL_WARP, give.even, 16);
     mine.odd += __shfl_xor_sync(FULL_WARP, give.odd, 16);
     u64 sum = (odd ? mine.odd : mine.even) + __shfl_xor_sync(FULL_WARP, odd ? mine.even : mine.odd, 8);
@@ -311,6 +326,7 @@ __device__ __forceinline__ void block_per_leaf(const Source &source, u32 block, 
             continue;
         }
         const u32 stripes = (leaf.bytes - 1) / STRIPE, scrambles = stripes / BLOCK_STRIPES;
+        const Pair last = last_stripe(leaf, thread);
         for (u32 first = 2 * warp; first * BLOCK_STRIPES < stripes; first += 2 * THREADS / 32)
             sum_two_blocks<ALIGNMENT>(leaf.start + first * BLOCK_BYTES, stripes - first * BLOCK_STRIPES, secret,
                                       sums + 8 * first, thread);
@@ -327,7 +343,7 @@ __device__ __forceinline__ void block_per_leaf(const Source &source, u32 block, 
                 total.even += sums[8 * scrambles + lane];
                 total.odd += sums[8 * scrambles + lane + 1];
             }
-            const u64 hash = finished(total, leaf, secret, thread, FULL_WARP);
+            const u64 hash = finished(total, last, leaf.bytes, secret, thread, FULL_WARP);
             if (thread == 0) ((u64 *)source.out)[at] = hash;
         }
         __syncthreads();
