@@ -1,7 +1,7 @@
 """Which call of one run corresponds to which call of another.
 
-Runs with the same sequence of (module, parent, via) correspond by index. Where the sequences part, every
-call behind the first difference is matched under its parent: first with a call of the same module on the
+Runs with the same sequence of (module, parent, via) correspond by index. Where the sequences part, an equal
+end still does. Every call between is matched under its parent: first with a call of the same module on the
 same arguments, then with the next free call of the same module. What stays unmatched is a node of its own,
 which the other runs lack. Wrong matches cost completeness, never correctness: a call is judged only where two
 runs gave the same module the same inputs.
@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, count, groupby, islice, repeat
-from operator import add, eq, mul, ne
+from operator import add, eq, gt, mul, ne
 
 from detaudit.compare.classes import RunClass, reference_first
 from detaudit.core.recording import RunColumns, TraceView
@@ -162,6 +162,18 @@ class _Structure:
         shorter = min(len(self.run.module), len(other.run.module))
         return min(next(compress(count(), map(ne, a, b)), shorter) for a, b in pairs)
 
+    def tail(self, other: _Structure, split: int) -> int:
+        """How many calls at the end are the same in both, from one on whose parent comes before ``split``."""
+        mine, theirs = self.run.parent, other.run.parent
+        shorter = min(len(mine), len(theirs)) - split
+        same = next(compress(count(), map(ne, reversed(self.kinds), reversed(other.kinds))), shorter)
+        start, shift = len(mine) - min(same, shorter), len(theirs) - len(mine)
+        moved = [parent if parent < split else parent + shift for parent in mine[start:]]
+        last_apart = max(compress(count(start), map(ne, moved, theirs[start + shift :])), default=start - 1)
+        begin = last_apart + 1
+        outermost = map(gt, repeat(split), mine[begin:])
+        return len(mine) - next(compress(count(begin), outermost), len(mine))
+
 
 class _Tree:
     """The union of the calls of all classes, grown class by class from the reference."""
@@ -172,22 +184,24 @@ class _Tree:
         self.parent = list(reference.run.parent)
         self.kinds = list(reference.kinds)
         self.args = list(reference.run.args)
-        self.children = _by_parent(self.parent, 0)
+        self.children = _by_parent(self.parent, range(len(self.parent)))
         self.calls: list[list[int]] = []
 
     def add(self, structure: _Structure) -> int | None:
         """Match the calls of one class. Returns the first that differs from the reference's, if any does."""
-        run = structure.run
+        size, known = len(structure.run.module), len(self.reference.run.module)
         if structure.equals(self.reference):
-            self.calls.append(list(range(len(run.module))))
+            self.calls.append(list(range(size)))
             return None
         split = structure.split(self.reference)
-        node_of = [*range(split), *([ABSENT] * (len(run.module) - split))]
-        for parent, calls in _by_parent(run.parent, split).items():
+        tail = structure.tail(self.reference, split)
+        between = range(split, size - tail)
+        node_of = [*range(split), *[ABSENT] * len(between), *range(known - tail, known)]
+        for parent, calls in _by_parent(structure.run.parent, between).items():
             node = node_of[parent] if parent >= 0 else -1
             nodes = self.children.get(node, [])
             if parent < split:
-                nodes = [child for child in nodes if child >= split]
+                nodes = [child for child in nodes if split <= child < known - tail or child >= known]
             if [structure.kinds[call] for call in calls] == [self.kinds[child] for child in nodes]:
                 for call, child in zip(calls, nodes, strict=True):
                     node_of[call] = child
@@ -259,10 +273,10 @@ def count_of(column: Sequence[int], entry: int) -> int:
     return sum(map(eq, column, repeat(entry)))
 
 
-def _by_parent(parents: Sequence[int], start: int) -> dict[int, list[int]]:
-    """The calls from ``start`` on under each parent, parents ascending."""
-    calls = sorted(range(start, len(parents)), key=parents.__getitem__)
-    return {parent: list(children) for parent, children in groupby(calls, key=parents.__getitem__)}
+def _by_parent(parents: Sequence[int], calls: range) -> dict[int, list[int]]:
+    """Those calls under each parent, parents ascending."""
+    ordered = sorted(calls, key=parents.__getitem__)
+    return {parent: list(children) for parent, children in groupby(ordered, key=parents.__getitem__)}
 
 
 def _flags(columns: Sequence[Sequence[int]], calls: Sequence[Sequence[int]]) -> list[list[int]]:
