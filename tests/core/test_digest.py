@@ -336,6 +336,16 @@ def test_gradients_are_left_alone() -> None:
         check(torch.ones(3, 2).t())
 
 
+def test_parts_of_an_ordinary_tensor_are_itself() -> None:
+    tensor = torch.ones(3, 2)
+    parts(tensor)
+    ((suffix, part),) = parts(tensor)
+    assert suffix == ""
+    assert part is tensor
+    assert parts(torch.empty(0))[0][1].numel() == 0
+    assert digest(parts(tensor.to(torch.complex64).conj())[0][1]) == digest(tensor.to(torch.complex64).conj())
+
+
 def test_threads_do_not_disturb_each_other() -> None:
     tensors = [tensor_of(torch.uint8, (200, 257), salt) for salt in range(8)]
     expected = [digest(tensor) for tensor in tensors]
@@ -421,4 +431,5 @@ def test_host_digester() -> None:
     assert before.value == digest(torch.ones(3))
     assert after.value == digest(torch.zeros(3))
     assert scalar.value == scalar_value(3)
+    assert [pending.value for pending in digester.submit_all([tensor, tensor])] == [after.value] * 2
     assert digester.notes == ()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from detaudit.core.device.driver import DeviceUnavailable
 from detaudit.core.device.queue import DeviceQueue, GraphSlots
 from detaudit.core.device.ring import LIMIT_BYTES, SEGMENT_BYTES
 from detaudit.core.digest import NotObservable, Pending, Ready, digest, interposed, scalar_value, unseen
@@ -34,16 +35,22 @@ class DeviceDigester:
         self._sizes = segment_bytes, limit_bytes
         self._queues: dict[int, DeviceQueue] = {}
         self._captures: dict[int, GraphSlots] = {}
-        self._queue(torch.cuda.current_device() if device is None else device)
+        self._add_queue(torch.cuda.current_device() if device is None else device)
+
+    def _add_queue(self, index: int) -> DeviceQueue:
+        with torch.cuda.device(index), unseen():
+            return self._queues.setdefault(index, DeviceQueue(index, *self._sizes))
 
     def _queue(self, index: int) -> DeviceQueue:
-        queue = self._queues.get(index)
-        if queue is None:
-            if torch.cuda.is_current_stream_capturing():
-                raise NotObservable(f"cuda:{index} is first used while a graph is captured")
-            with torch.cuda.device(index), unseen():
-                queue = self._queues[index] = DeviceQueue(index, *self._sizes)
-        return queue
+        found = self._queues.get(index)
+        if found is not None:
+            return found
+        if torch.cuda.is_current_stream_capturing():
+            raise NotObservable(f"cuda:{index} is first used while a graph is captured")
+        try:
+            return self._add_queue(index)
+        except (DeviceUnavailable, torch.cuda.OutOfMemoryError) as error:
+            raise NotObservable(f"cuda:{index} cannot digest ({str(error).splitlines()[0]})") from error
 
     def submit(self, tensor: Tensor) -> Pending:
         return self.submit_all((tensor,))[0]
@@ -67,7 +74,7 @@ class DeviceDigester:
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self._submit_to(index, tensors)
-        queue = self._queues.get(index) or self._queue(index)
+        queue = self._queue(index)
         stream = torch._C._cuda_getCurrentRawStream(index)
         with queue.lock:
             planned = [queue.planned(tensor) for tensor in tensors]

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 
-from detaudit.core.errors import DetauditError
-
 _INVALID_CONTEXT = 201
 _LAUNCH_CONFIG = struct.Struct("<7I4x2QI4x")
 """CUlaunchConfig: grid and block dimensions, shared memory; stream; attributes and their number."""
@@ -25,10 +23,8 @@ _GRID = struct.Struct("<I")
 _STREAM = struct.Struct("<Q")
 
 
-class DeviceUnavailable(DetauditError):
+class DeviceUnavailable(RuntimeError):
     """The device digest cannot run here; the message says why. Callers fall back to the host."""
-
-    slug = "device-digest-unavailable"
 
 
 @functools.cache
