@@ -34,7 +34,7 @@ CallKey = tuple[str, int]
 Tensors = list[tuple[str, Tensor]]
 
 ISOLATED_RUNS = 20
-HEALED_RUNS = 3
+HELD_RUNS = 4
 NO_NUMBERS = "no run of the capture pass differed for equal inputs"
 
 
@@ -83,16 +83,23 @@ class CapturePass:
         self.advance = advance
         self.keys = [(origin.module, origin.call) for origin in origins]
         self.reference = self._run(capture=self.keys)
+        self.held = self._hold()
+
+    @property
+    def healed(self) -> bool | None:
+        """Whether everything else agrees with the outputs of all origins held fixed; None if not tried."""
+        if not self.held:
+            return None
+        return all(_agree(self.held[0], run, self.keys) for run in self.held[1:])
 
     def examine(self) -> tuple[tuple[Origin, ...], list[Finding]]:
         """The origins with what was measured on them, and what else was noticed."""
-        healed = self._healed()
         examined: list[Origin] = []
         findings: list[Finding] = []
         for origin, key in zip(self.origins, self.keys, strict=True):
             numbers = self._numbers(key)
             operator = self._operator(origin) if self._captured(key).reason is None else None
-            looked_at = replace(numbers.onto(origin), isolated=self._isolated(key), healed=healed)
+            looked_at = replace(numbers.onto(origin), isolated=self._isolated(key), healed=self.healed)
             if operator is not None and operator.kind == "outputs":
                 looked_at = replace(
                     looked_at, operator=operator.operator, mechanism=mechanism(operator.operator)
@@ -146,13 +153,11 @@ class CapturePass:
                 return found
         return None
 
-    def _healed(self) -> bool | None:
-        """Whether all that lies behind the origins agrees once their outputs are held fixed."""
-        fixed = self._fixed()
-        if len(fixed) < len(self.keys):
-            return None
-        runs = [self._run(substitute=self._fixed()) for _ in range(HEALED_RUNS)]
-        return all(_agree(runs[0], run, self.keys) for run in runs[1:])
+    def _hold(self) -> list[Execution]:
+        """Runs with the outputs of all origins held fixed; none if one of them could not be kept."""
+        if len(self._fixed()) < len(self.keys):
+            return []
+        return [self._run(substitute=self._fixed()) for _ in range(HELD_RUNS)]
 
     def _isolated(self, key: CallKey) -> bool | None:
         """Whether the module alone gives different bits for the captured inputs."""

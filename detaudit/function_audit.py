@@ -6,13 +6,14 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from detaudit.analysis import CallKey, analyze_trace, coverage, key_of, merge
 from detaudit.capture import CapturePass
 from detaudit.confirmation import confirm_kernels
-from detaudit.core.recording import HISTORY, HOOKS_OFF, SUPERSEDED
+from detaudit.core.recording import HELD_FIXED, HISTORY, HOOKS_OFF, SUPERSEDED
 from detaudit.core.records import Finding, Origin, Report
 from detaudit.environment import environment
 from detaudit.execution import Session
@@ -24,6 +25,9 @@ from detaudit.progress import Progress
 from detaudit.target import TargetSpec, load
 from detaudit.trace import TraceWriter, captures_dir
 from detaudit.worker import Job, launch
+
+LOOKS_BEHIND = 8
+"""How often to hold the known origins fixed and look for one behind them, before the rest is left alone."""
 
 T = TypeVar("T")
 
@@ -80,6 +84,7 @@ class FunctionAudit:
                 report = self._analyze()
             if report.origins:
                 examined = self._examine(report)
+                report = self._analyze()
         kernels, found = confirm_kernels(
             self.session, report, self.options, self.progress, captures_dir(self.writer.path)
         )
@@ -125,14 +130,22 @@ class FunctionAudit:
         return True
 
     def _examine(self, report: Report) -> dict[CallKey, Origin]:
-        """The capture pass, for origins that are not explained by what they remember."""
+        """The capture pass, for the origins and for those that show only once the others are held fixed."""
         self.progress.describe("capturing the origins")
-        remember = {f.module for f in report.findings if f.kind == "history-dependent"}
-        origins = [origin for origin in report.origins if origin.module not in remember]
+        origins = _to_capture(report)
         if not origins:
             return {}
         attempts = max(10, self.options.runs)
         captures = CapturePass(self.session, origins, attempts=attempts, advance=self.progress.advance)
+        for number in range(1, LOOKS_BEHIND + 1):
+            if captures.healed is not False:
+                break
+            for held in captures.held:
+                self.writer.add_run(replace(held.run, condition=f"{HELD_FIXED}-{number}"))
+            found = _to_capture(self._analyze())
+            if {key_of(origin) for origin in found} <= set(captures.keys):
+                break
+            captures = CapturePass(self.session, found, attempts=attempts, advance=self.progress.advance)
         examined, findings = captures.examine()
         self.findings += findings
         return {key_of(origin): origin for origin in examined}
@@ -159,6 +172,12 @@ class FunctionAudit:
                 )
             )
             self.progress.advance()
+
+
+def _to_capture(report: Report) -> list[Origin]:
+    """Origins that are not explained by what their module remembers."""
+    remember = {finding.module for finding in report.findings if finding.kind == "history-dependent"}
+    return [origin for origin in report.origins if origin.module not in remember]
 
 
 @contextlib.contextmanager

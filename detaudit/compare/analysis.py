@@ -105,10 +105,12 @@ class _Analysis:
         )
 
     def _origins(self) -> tuple[Origin, ...]:
-        found: dict[tuple[str, str], Origin] = {}
-        for located in (self.located, *self.others):
+        found = {(origin.module, origin.part): origin for origin in self.located.origins}
+        for located in self.others:
+            condition, comparisons = located.runs[0].condition, len(located.runs) - 1
             for origin in located.origins:
-                found.setdefault((origin.module, origin.part), origin)
+                there = replace(origin, condition=condition, comparisons=comparisons)
+                found.setdefault((origin.module, origin.part), there)
         hidden = self.history is not None and self.history.hidden_state
         return tuple(
             replace(o, mechanism=HIDDEN_STATE) if hidden and o.mechanism is None else o

@@ -15,7 +15,9 @@ FRESH_PROCESS = "fresh-process"
 HOOKS_OFF = "hooks-off"
 HISTORY = ("history-1", "history-2")
 SUPERSEDED = "superseded"
-"""Conditions of runs. A superseded run was made again under better control and is not compared."""
+HELD_FIXED = "held-fixed"
+"""Conditions of runs. A superseded run was made again under better control and is not compared. In
+``held-fixed-N`` the outputs of the origins known so far were held fixed, to see what else differs."""
 
 SCALAR_PREFIX = "python."
 """dtype of a host scalar is this prefix and the type name: ``python.int``, ``python.str``, ..."""

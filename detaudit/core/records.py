@@ -88,7 +88,11 @@ class Origin:
         operator: the operator inside the module that differs for equal inputs, where one was found.
         mechanism: one line on why it can differ, where known.
         isolated: whether the module alone, rerun on its captured inputs, differs; ``None`` if not tried.
-        healed: whether everything downstream agrees once this output is held fixed; ``None`` if not tried.
+        healed: whether everything else agrees once the outputs of all origins are held fixed; ``None`` if not
+            tried.
+        calls: how many calls of the module are origins.
+        condition: where it was found, if not in the main runs; in ``held-fixed-1`` the outputs of origins
+            found before it were held fixed. ``comparisons``: how many there were; ``None``: as for the report.
     """
 
     module: str
@@ -111,6 +115,8 @@ class Origin:
     isolated: bool | None = None
     healed: bool | None = None
     calls: int = 1
+    condition: str | None = None
+    comparisons: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,9 +92,7 @@ def origin_line(origin: Origin, report: Report) -> str:
 
 def origin_rate(origin: Origin, report: Report) -> str:
     """``18 of 19 runs``: one of the runs is the reference, so one less than there were."""
-    compared = report.rate.comparisons
-    if origin.runs_differing > compared:  # it differs under another condition, with its own number of runs
-        return count(origin.runs_differing, "run")
+    compared = report.rate.comparisons if origin.comparisons is None else origin.comparisons
     return f"{origin.runs_differing:,} of {count(compared, 'run')}"
 
 
@@ -104,12 +102,19 @@ def calls_of(origin: Origin) -> str:
     return f"call {origin.call:,}{more}"
 
 
+def _meaning(condition: str) -> str:
+    held = condition.startswith("held-fixed")
+    return ": with the outputs of the origins above held fixed" if held else ""
+
+
 def origin_details(origin: Origin) -> list[str]:
     """What else is known of an origin, a line each."""
     lines = []
     if origin.part == "own-code":
         after = f", after {origin.after}" if origin.after else ""
         lines.append(f"in the module's own code, not in a child{after}")
+    if origin.condition is not None:
+        lines.append(f"found under the condition {origin.condition}{_meaning(origin.condition)}")
     lines.append(f"differs at {', '.join(origin.sites[:4])}{', ...' if len(origin.sites) > 4 else ''}")
     if origin.operator:
         lines.append(f"operator: {origin.operator}")
@@ -120,8 +125,8 @@ def origin_details(origin: Origin) -> list[str]:
             f"alone, on its captured inputs, it {'differs too' if origin.isolated else 'does not differ'}"
         )
     if origin.healed is not None:
-        agreed = "everything downstream agrees" if origin.healed else "something downstream still differs"
-        lines.append(f"with its output held fixed, {agreed}")
+        rest = "everything else agrees" if origin.healed else "something else still differs"
+        lines.append(f"with the output of every origin held fixed, {rest}")
     if origin.ulp_histogram:
         lines.append(f"elements that differ, by ULPs: {ulp_counts(origin.ulp_histogram)}")
     if origin.max_ulp is None and origin.max_abs is None and origin.numbers_reason:

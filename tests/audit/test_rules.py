@@ -334,3 +334,18 @@ def test_the_targets_prints_go_to_a_file(tmp_path: Path, capsys: pytest.CaptureF
     assert "hello" not in capsys.readouterr().out
     [output] = tmp_path.glob("*.detaudit.d/output.txt")
     assert "hello from the target" in output.read_text()
+
+
+@racy
+def test_an_origin_behind_another_is_found_once_the_first_is_held_fixed(tmp_path: Path) -> None:
+    report = run_audit(
+        tmp_path,
+        """
+        def build_model(): return nn.Sequential(Combine(True), nn.Tanh(), Combine(True), nn.Tanh())
+        """,
+    )
+    first, second = report.origins
+    assert (first.module, first.condition) == ("0", None)
+    assert (second.module, second.condition, second.comparisons) == ("2", "held-fixed-1", 3)
+    assert second.max_ulp
+    assert first.healed is second.healed is True

@@ -86,8 +86,10 @@ def test_ulp_counts_are_grouped_behind_the_first_ranges() -> None:
     assert wording.ulp_counts({"1": 1}) == "1 by 1"
 
 
-def test_an_origin_of_another_condition_names_no_total() -> None:
+def test_an_origin_of_another_condition_has_that_conditions_total() -> None:
     report = Report("nondeterministic", 2, 0, 1, 1.0, Rate(0.0, 0.0, 0.95, 1))
-    assert wording.origin_rate(origin(runs_differing=5), report) == "5 runs"
+    behind = origin(runs_differing=5, condition="held-fixed-1", comparisons=7)
+    assert wording.origin_rate(behind, report) == "5 of 7 runs"
+    assert any("held fixed" in line for line in wording.origin_details(behind))
     assert wording.origin_rate(origin(runs_differing=1), report) == "1 of 1 run"
     assert wording.calls_of(origin(call=2, calls=4)) == "call 2 and 3 more of its calls"
