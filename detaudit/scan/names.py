@@ -20,7 +20,7 @@ _FINALIZE: Final = re.compile(
 )
 """Epilogues of a CUTLASS grouped GEMM that add every row, scaled, to where its token is in the output."""
 _TILE: Final = re.compile(r"(?:cute::)?C<(\d+)>")
-_NUMBER: Final = re.compile(r"^\(?[\w ]*\)?-?\d+u?l*$|^true$|^false$")
+_NUMBER: Final = re.compile(r"^(?:\([^()]*\))?-?\d+u?l*$|^true$|^false$")
 
 
 def demangle(symbols: Iterable[str]) -> dict[str, str]:

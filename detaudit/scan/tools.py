@@ -22,7 +22,7 @@ _ARCH: Final = re.compile(r"\.(sm_\w+)\.cubin$")
 
 
 class NotDisassembled(Exception):
-    """A tool failed on an image; the message is what it said. Told with the file, never raised to the user."""
+    """A tool failed on an image, and what it said; told with the file, never raised to the user."""
 
 
 @dataclass(frozen=True, slots=True)
