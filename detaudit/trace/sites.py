@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from detaudit.trace import columns
+from detaudit.trace.interning import text
 
 MAX_BASES = 4
 """Runs of so many different structures serve as the base of later ones (24 bytes a call in memory)."""
@@ -107,7 +108,7 @@ class Sites:
 
     def count_digest(self, site: Site, value: int, first: int | None) -> tuple[int, int]:
         """Count one more digest first seen at this site: (the site's first value, digests so far)."""
-        key = (site.module, site.ordinal, site.part, site.path)
+        key = (site.module, site.ordinal, text(site.part), text(site.path))
         row = self._connection.execute(
             "SELECT first, digests FROM varying WHERE module = ? AND call = ? AND part = ? AND site = ?", key
         ).fetchone()

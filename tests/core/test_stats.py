@@ -1,4 +1,4 @@
-"""Known values are scipy 1.16's (stats.beta.ppf, stats.fisher_exact), computed once."""
+"""Known values are scipy 1.17's (stats.beta.ppf, stats.fisher_exact), computed once."""
 
 from __future__ import annotations
 

@@ -162,3 +162,13 @@ def test_what_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with TraceWriter.create(tmp_path / "t") as writer, pytest.raises(TypeError):
         writer.set_meta("x", object())
+
+
+def test_a_varying_site_whose_name_is_no_valid_text(tmp_path: Path) -> None:
+    values = [Value(bytes([k]) * 16, "float32", (2,)) for k in range(3)]
+    calls = [[Call("a", "A", 0, -1, (), (), (("out.\ud800", value),))] for value in values]
+    with TraceWriter.create(tmp_path / "t") as writer:
+        for position, made in enumerate(calls):
+            writer.add_run(Run("in-process", position, 0, made, {"\udc00": (("\ud800", values[position]),)}))
+    with open_trace(tmp_path / "t") as trace:
+        assert len(trace.runs()) == 3
