@@ -154,7 +154,7 @@ def make_digester(device: torch.device | str) -> Digester:
     For CUDA one that digests on the device; where that cannot run, a host digester whose ``notes`` say so.
     """
     wanted = torch.device(device)
-    if wanted.type != "cuda":
+    if wanted.type != "cuda" or not torch.cuda.is_available():
         return HostDigester()
     from detaudit.core.device.digester import DeviceDigester
     from detaudit.core.device.driver import DeviceUnavailable

@@ -60,11 +60,11 @@ def run(kernel: ctypes.CDLL, work: list[tuple[Plan, int]], low: int, high: int) 
     outs = [ctypes.create_string_buffer(b"\xaa" * item.slot_bytes, item.slot_bytes) for item, _ in work]
     blocks = 0
     for i, ((item, address), out) in enumerate(zip(work, outs, strict=True)):
-        at = i * plans.SOURCE.size
+        at = plans.SOURCES_OFFSET + i * plans.SOURCE.size
         batch[at : at + plans.SOURCE.size] = item.packed
         plans.ADDRESSES.pack_into(batch, at, address, ctypes.addressof(out), blocks)
         blocks += item.blocks
-    plans.COUNT.pack_into(batch, plans.COUNT_OFFSET, len(work))
+    plans.COUNT.pack_into(batch, 0, len(work))
     buffer = ctypes.create_string_buffer(bytes(batch), len(batch))
     assert kernel.launch(buffer, blocks, ctypes.c_uint64(low), ctypes.c_uint64(high)) == 0, "deadlock"
     for (item, _), out in zip(work, outs, strict=True):
@@ -111,8 +111,8 @@ NARROW = [241, 255, 256, 257, 320, 383, 511, 512]
 MIDDLE = [513, 700, 960, 1016, 1023, 1024, 1025, 1088, 1089, 1536, 2047, 2048]
 LONG = [2049, 3072, 3100, 4095, 4096, 4097, 5120, 8192, 8193]
 LONGEST = [12289, 16384, 16385, 65535, 65536, 65537, 66000, 131072, 140001]
-FEW, SOME, MANY = 5, 21, 81
-"""Leaves that make the plan choose, with so few thread blocks, a block, 16 or 8 threads for each."""
+FEW, SOME, MORE, MANY = 5, 21, 41, 81
+"""Leaves that make the plan choose, with so few thread blocks, a block, 32, 16 or 8 threads for each."""
 
 
 @pytest.mark.parametrize("shift", [0, 3, 8])
@@ -121,7 +121,9 @@ FEW, SOME, MANY = 5, 21, 81
     [
         (Kind.GROUP_OF_4, SOME, NARROW),
         (Kind.GROUP_OF_8, MANY, MIDDLE + LONG),
-        (Kind.GROUP_OF_16, SOME, MIDDLE + LONG),
+        (Kind.GROUP_OF_16, SOME, MIDDLE),
+        (Kind.GROUP_OF_16, MORE, LONG),
+        (Kind.GROUP_OF_32, SOME, LONG + LONGEST[:5]),
         (Kind.BLOCK_PER_LEAF, FEW, LONG + LONGEST),
     ],
 )
@@ -133,8 +135,8 @@ def test_long_leaves(kernel: ctypes.CDLL, kind: Kind, rows: int, lengths: list[i
 
 @pytest.mark.parametrize("length", [65537, 66000, 131072 + 1000])
 def test_groups_take_the_ends_of_long_rows(kernel: ctypes.CDLL, length: int) -> None:
-    assert check(kernel, (11, length), (length, 1), 1).kind is Kind.GROUP_OF_16
-    assert check(kernel, (41, length), (length, 1), 1).kind is Kind.GROUP_OF_8
+    assert check(kernel, (11, length), (length, 1), 1).kind is Kind.GROUP_OF_32
+    assert check(kernel, (23, length), (length, 1), 1).kind in (Kind.GROUP_OF_8, Kind.GROUP_OF_16)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(65537, 1), (65537, 3), (65600, 7), (66001, 255)])
@@ -188,7 +190,7 @@ def test_any_tensor(kernel: ctypes.CDLL, tensor: tuple[tuple[int, ...], tuple[in
 
 
 def test_several_tensors_in_one_launch(kernel: ctypes.CDLL) -> None:
-    shapes = [(3, 2000), (1, 9), (90, 700), (9000, 7), (2, 70000), (5, 1024), (1, 4096), (100000, 1)]
+    shapes = [(3, 2100), (1, 9), (90, 700), (9000, 7), (20, 3000), (5, 1024), (1, 4096), (100000, 1)]
     memory = pattern(140_000)
     storage = ctypes.create_string_buffer(memory, len(memory))
     start = ctypes.addressof(storage)

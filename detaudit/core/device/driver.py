@@ -21,6 +21,7 @@ _LAUNCH_CONFIG = struct.Struct("<7I4x2QI4x")
 """CUlaunchConfig: grid and block dimensions, shared memory; stream; attributes and their number."""
 _GRID = struct.Struct("<I")
 _STREAM = struct.Struct("<Q")
+_STREAM_OFFSET = 32
 
 
 class DeviceUnavailable(RuntimeError):
@@ -120,6 +121,7 @@ class Kernel:
         buffer = ctypes.create_string_buffer(parameter_bytes)
         self.parameters = memoryview(buffer).cast("B")
         self._config = ctypes.create_string_buffer(_LAUNCH_CONFIG.size)
+        self._stream = 0
         _LAUNCH_CONFIG.pack_into(self._config, 0, 0, 1, 1, threads, 1, 1, 0, 0, 0, 0)
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._enter_context()
@@ -150,7 +152,9 @@ class Kernel:
     def launch(self, blocks: int, stream: int) -> None:
         """Queue the kernel on a raw stream, with what ``parameters`` holds now."""
         _GRID.pack_into(self._config, 0, blocks)
-        _STREAM.pack_into(self._config, 32, stream)
+        if stream != self._stream:
+            _STREAM.pack_into(self._config, _STREAM_OFFSET, stream)
+            self._stream = stream
         result = self._launch(*self._arguments)
         if result == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
             self._enter_context()

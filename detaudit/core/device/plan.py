@@ -20,8 +20,9 @@ SOURCE = struct.Struct(f"<2Q2I2Q{MAX_DIMS}Q{MAX_DIMS}Q6I")
 ADDRESSES = struct.Struct("<2QI")
 """``base``, ``out`` and ``first_block``: what is filled in at each launch."""
 COUNT = struct.Struct("<I")
-COUNT_OFFSET = SOURCE.size * MAX_SOURCES
-BATCH_BYTES = COUNT_OFFSET + 8
+"""Number of sources, at the front of a batch."""
+SOURCES_OFFSET = 16
+BATCH_BYTES = SOURCES_OFFSET + SOURCE.size * MAX_SOURCES
 SLOT_ALIGNMENT = 16
 MAX_LEAVES = 1 << 31
 """Leaf indices are 32-bit on the device."""
@@ -42,7 +43,8 @@ class Kind(IntEnum):
     GROUP_OF_4 = 2
     GROUP_OF_8 = 3
     GROUP_OF_16 = 4
-    BLOCK_PER_LEAF = 5
+    GROUP_OF_32 = 5
+    BLOCK_PER_LEAF = 6
 
 
 _THREADS_PER_LEAF = {
@@ -50,6 +52,7 @@ _THREADS_PER_LEAF = {
     Kind.GROUP_OF_4: 4,
     Kind.GROUP_OF_8: 8,
     Kind.GROUP_OF_16: 16,
+    Kind.GROUP_OF_32: 32,
     Kind.BLOCK_PER_LEAF: THREADS,
 }
 
@@ -172,8 +175,10 @@ def _kind(cut: Geometry, max_blocks: int) -> Kind:
         return Kind.GROUP_OF_4
     if longest > BLOCK_BYTES and cut.leaves <= max_blocks:
         return Kind.BLOCK_PER_LEAF
-    half = max_blocks * THREADS // 2
-    return Kind.GROUP_OF_8 if cut.leaves * 8 >= half else Kind.GROUP_OF_16
+    for kind in (Kind.GROUP_OF_8, Kind.GROUP_OF_16):
+        if cut.leaves * _THREADS_PER_LEAF[kind] >= max_blocks * THREADS // 2:
+            return kind
+    return Kind.GROUP_OF_32 if longest > BLOCK_BYTES else Kind.GROUP_OF_16
 
 
 def _alignment(address: int, dims: Dims, cut: Geometry) -> int:

@@ -82,6 +82,7 @@ class DeviceQueue:
         self._slot_segment_bytes = self.slots.size
         self._kernel = Kernel(code, "digest_batch", index, plans.BATCH_BYTES, plans.THREADS)
         self._max_blocks = properties.multi_processor_count * self._kernel.blocks_per_multiprocessor()
+        self._last_count = 0
         self._plans: dict[object, Plan | None] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}
 
@@ -135,7 +136,8 @@ class DeviceQueue:
             return [self.submit([item], stream)[0] for item in planned]
         out = segment.address + offset
         self.launch(planned, out, stream)
-        self.ring.queued(stream)
+        if stream != self.ring.home_stream:
+            self.ring.mark(stream)
         pendings: list[Pending] = []
         for plan, tensor in planned:
             self._keep(tensor, stream)
@@ -153,22 +155,26 @@ class DeviceQueue:
     def launch(self, planned: Sequence[Planned], out: int, stream: int) -> None:
         """Queue digests, written one after the other from an address on, in as few launches as can be."""
         parameters, fill, size = self._kernel.parameters, plans.ADDRESSES.pack_into, plans.SOURCE.size
-        at = blocks = 0
+        start, blocks, count = plans.SOURCES_OFFSET, 0, 0
         for plan, tensor in planned:
-            parameters[at : at + size] = plan.packed
-            fill(parameters, at, tensor.data_ptr(), out, blocks)
+            parameters[start : start + size] = plan.packed
+            fill(parameters, start, tensor.data_ptr(), out, blocks)
             out += plan.slot_bytes
             blocks += plan.blocks
-            at += size
-            if at == plans.COUNT_OFFSET:
-                self._send(at // size, blocks, stream)
-                at = blocks = 0
-        self._send(at // size, blocks, stream)
+            start += size
+            count += 1
+            if count == plans.MAX_SOURCES:
+                if blocks:
+                    self._send(count, blocks, stream)
+                start, blocks, count = plans.SOURCES_OFFSET, 0, 0
+        if blocks:
+            self._send(count, blocks, stream)
 
     def _send(self, count: int, blocks: int, stream: int) -> None:
-        if blocks:
-            plans.COUNT.pack_into(self._kernel.parameters, plans.COUNT_OFFSET, count)
-            self._kernel.launch(blocks, stream)
+        if count != self._last_count:
+            plans.COUNT.pack_into(self._kernel.parameters, 0, count)
+            self._last_count = count
+        self._kernel.launch(blocks, stream)
 
     def reserve_slot(self, size: int) -> tuple[Segment, int]:
         """Room that stays the graph's own; allocates, from the graph's pool, only beyond the reserve."""
@@ -230,5 +236,5 @@ class GraphSlots:
                 into, offset = queue.ring.reserve(end - start)
                 copy_on_device(into.address + offset, segment.address + start, end - start, stream)
                 copies.append((into.fill, offset))
-            queue.ring.queued(stream)
+            queue.ring.mark(stream)
         return [DevicePending(plan, copies[i][0], copies[i][1] + offset) for plan, i, offset in self._digests]

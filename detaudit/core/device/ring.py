@@ -61,7 +61,7 @@ class Ring:
         self.current = self._segments[0]
         self._staging: list[Tensor] = []
         self._events: dict[int, StreamEvent] = {}
-        self._home_stream = torch.cuda.current_stream(device).cuda_stream
+        self.home_stream = torch.cuda.current_stream(device).cuda_stream
 
     @property
     def device_bytes(self) -> int:
@@ -115,12 +115,8 @@ class Ring:
             return None
         return self._segments[-1]
 
-    def queued(self, stream: int) -> None:
-        """Something was queued on this raw stream that ``collect`` has to wait for."""
-        if stream != self._home_stream:
-            self._mark(stream)
-
-    def _mark(self, stream: int) -> None:
+    def mark(self, stream: int) -> None:
+        """``collect`` is to wait for what this raw stream has been given so far; it does for ``home_stream``."""
         event = self._events.get(stream)
         if event is None:
             event = self._events[stream] = StreamEvent()
@@ -132,7 +128,7 @@ class Ring:
         stream = torch.cuda.current_stream(self.device)
         if not filled:
             return
-        self._mark(self._home_stream)
+        self.mark(self.home_stream)
         for event in self._events.values():
             event.block(stream.cuda_stream)
         while len(self._staging) < len(filled):

@@ -42,7 +42,15 @@ __constant__ u64 INITIAL[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
 
 // Where the pieces of work are; detaudit/core/device/plan.py builds the same layout.
-enum Kind { COPY = 0, THREAD_PER_LEAF = 1, GROUP_OF_4 = 2, GROUP_OF_8 = 3, GROUP_OF_16 = 4, BLOCK_PER_LEAF = 5 };
+enum Kind {
+    COPY = 0,
+    THREAD_PER_LEAF = 1,
+    GROUP_OF_4 = 2,
+    GROUP_OF_8 = 3,
+    GROUP_OF_16 = 4,
+    GROUP_OF_32 = 5,
+    BLOCK_PER_LEAF = 6,
+};
 
 struct Source {
     u64 base;         // address of the first byte
@@ -62,8 +70,8 @@ struct Source {
 };
 
 struct Batch {
+    u32 count, padding[3];
     Source source[MAX_SOURCES];
-    u32 count;
 };
 
 struct Leaf {
@@ -225,9 +233,10 @@ struct Sums {
     }
 };
 
+template <u32 ALIGNMENT>
 __device__ __forceinline__ Pair last_stripe(Leaf leaf, u32 thread) {
     const u8 *at = leaf.start + leaf.bytes - STRIPE + 16 * (thread & 3);
-    return {read64(at), read64(at + 8)};
+    return leaf.bytes % ALIGNMENT == 0 ? read128<ALIGNMENT>(at) : read128<4>(at);
 }
 
 // Adds the last stripe to the accumulators, which four neighbouring threads hold, and merges them.
@@ -250,12 +259,13 @@ __device__ __forceinline__ u64 over_slots(u64 sum, u32 mask) {
 
 template <u32 ALIGNMENT, u32 SLOTS>
 __device__ __forceinline__ u64 group_hash(Leaf leaf, const u64 *secret, u32 thread) {
-    const u32 lane = 2 * (thread & 3), slot = thread / 4 % SLOTS, batch = AHEAD * SLOTS;
+    const u32 batch = AHEAD * SLOTS, blocks = batch > BLOCK_STRIPES ? batch / BLOCK_STRIPES : 1;
+    const u32 lane = 2 * (thread & 3), slot = thread / 4 % SLOTS;
     const u32 mask = SLOTS == 8 ? FULL_WARP : ((1u << 4 * SLOTS) - 1) << thread % 32 / (4 * SLOTS) * (4 * SLOTS);
     const u32 stripes = (leaf.bytes - 1) / STRIPE, scrambled = stripes / BLOCK_STRIPES * BLOCK_STRIPES;
     const u8 *at = leaf.start + STRIPE * slot + 8 * lane;
-    const Pair last = last_stripe(leaf, thread);
-    Sums sums = {INITIAL[lane], INITIAL[lane + 1]}, part = {0, 0};
+    const Pair last = last_stripe<ALIGNMENT>(leaf, thread);
+    Sums sums = {INITIAL[lane], INITIAL[lane + 1]}, part[blocks] = {};
     for (u32 first = 0; first < stripes; first += batch) {
         Pair data[AHEAD];
 #pragma unroll
@@ -263,18 +273,24 @@ __device__ __forceinline__ u64 group_hash(Leaf leaf, const u64 *secret, u32 thre
             if (first + slot + SLOTS * i < stripes) data[i] = read128<ALIGNMENT>(at + STRIPE * (first + SLOTS * i));
         const u64 *key = secret + first % BLOCK_STRIPES + slot + lane;
 #pragma unroll
-        for (u32 i = 0; i < AHEAD; i++)
-            if (first + slot + SLOTS * i < stripes) part.add(data[i], key[SLOTS * i], key[SLOTS * i + 1]);
-        const u32 next = first + batch;
-        if (next % BLOCK_STRIPES == 0 && next <= scrambled) {
-            sums.even += over_slots<SLOTS>(part.even, mask);
-            sums.odd += over_slots<SLOTS>(part.odd, mask);
+        for (u32 i = 0; i < AHEAD; i++) {
+            const u32 n = SLOTS * i % BLOCK_STRIPES;
+            if (first + slot + SLOTS * i < stripes) part[i * blocks / AHEAD].add(data[i], key[n], key[n + 1]);
+        }
+#pragma unroll
+        for (u32 i = 0; i < blocks; i++) {
+            const u32 end = first + batch / blocks * (i + 1);
+            if (end % BLOCK_STRIPES || end > scrambled) continue;
+            sums.even += over_slots<SLOTS>(part[i].even, mask);
+            sums.odd += over_slots<SLOTS>(part[i].odd, mask);
             sums.scramble(secret[16 + lane], secret[17 + lane]);
-            part = {0, 0};
+            part[i] = {0, 0};
         }
     }
-    sums.even += over_slots<SLOTS>(part.even, mask);
-    sums.odd += over_slots<SLOTS>(part.odd, mask);
+    // What was not scrambled away is of one block at most.
+    for (u32 i = 1; i < blocks; i++) part[0] = {part[0].even + part[i].even, part[0].odd + part[i].odd};
+    sums.even += over_slots<SLOTS>(part[0].even, mask);
+    sums.odd += over_slots<SLOTS>(part[0].odd, mask);
     return finished(sums, last, leaf.bytes, secret, thread, mask);
 }
 
@@ -326,7 +342,7 @@ __device__ __forceinline__ void block_per_leaf(const Source &source, u32 block, 
             continue;
         }
         const u32 stripes = (leaf.bytes - 1) / STRIPE, scrambles = stripes / BLOCK_STRIPES;
-        const Pair last = last_stripe(leaf, thread);
+        const Pair last = last_stripe<ALIGNMENT>(leaf, thread);
         for (u32 first = 2 * warp; first * BLOCK_STRIPES < stripes; first += 2 * THREADS / 32)
             sum_two_blocks<ALIGNMENT>(leaf.start + first * BLOCK_BYTES, stripes - first * BLOCK_STRIPES, secret,
                                       sums + 8 * first, thread);
@@ -374,6 +390,7 @@ __device__ __forceinline__ void long_leaves(const Source &source, u32 block, con
         case GROUP_OF_4: return group_per_leaf<ALIGNMENT, 1>(source, block, secret);
         case GROUP_OF_8: return group_per_leaf<ALIGNMENT, 2>(source, block, secret);
         case GROUP_OF_16: return group_per_leaf<ALIGNMENT, 4>(source, block, secret);
+        case GROUP_OF_32: return group_per_leaf<ALIGNMENT, 8>(source, block, secret);
         case BLOCK_PER_LEAF: return block_per_leaf<ALIGNMENT>(source, block, secret, sums);
     }
 }
@@ -381,16 +398,14 @@ __device__ __forceinline__ void long_leaves(const Source &source, u32 block, con
 __device__ __forceinline__ void run(const Source &source) {
     __shared__ u64 secret[24];
     __shared__ u64 sums[LEAF_BYTES / BLOCK_BYTES * 8];
+    const u32 block = blockIdx.x - source.first_block;
+    if (source.kind == COPY) return copy_rows(source, block);
     if (threadIdx.x < 24) secret[threadIdx.x] = SECRET[threadIdx.x];
     __syncthreads();
-    const u32 block = blockIdx.x - source.first_block;
-    switch (source.kind) {
-        case COPY: return copy_rows(source, block);
-        case THREAD_PER_LEAF: return thread_per_leaf(source, block, secret);
-    }
-    if (source.alignment == 16) long_leaves<16>(source, block, secret, sums);
-    else if (source.alignment == 8) long_leaves<8>(source, block, secret, sums);
-    else long_leaves<4>(source, block, secret, sums);
+    if (source.kind == THREAD_PER_LEAF) return thread_per_leaf(source, block, secret);
+    if (source.alignment == 16) return long_leaves<16>(source, block, secret, sums);
+    if (source.alignment == 8) return long_leaves<8>(source, block, secret, sums);
+    long_leaves<4>(source, block, secret, sums);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_RESIDENT) digest_batch(const __grid_constant__ Batch batch) {
