@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from detaudit.core.recording import KernelCall
-from detaudit.core.records import Finding, KernelReport, Report
+from detaudit.core.records import Finding, KernelReport, Origin, Report
 from detaudit.execution import Session
+from detaudit.hooks import flashinfer_state
 from detaudit.hooks.functions import FunctionTap
 from detaudit.kernels.cases import Case
-from detaudit.kernels.confirm import confirm
+from detaudit.kernels.confirm import all_backends, backend_for, confirm, unsupported_report
+from detaudit.kernels.flashinfer_cutlass import FlashInferCutlass
 from detaudit.options import Options
 from detaudit.progress import Progress
 
 CallKey = tuple[str, int]
 
-ENTRIES = ("flashinfer.fused_moe:cutlass_fused_moe", "detaudit.kernels.reference:reference_moe")
+ENTRIES = (flashinfer_state.CUTLASS_MOE, "detaudit.kernels.reference:reference_moe")
 
 
-class _FirstOf:
-    """Says which tapped calls to keep: the first of each entry that lies in one of ``modules``."""
+class FirstOf:
+    """Says which tapped calls to keep: the first of each entry that lies in an origin, or anywhere.
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        self.modules = tuple(modules)
+    An origin is a module's call. A kernel called by that module itself belongs to it only if the ordinals
+    agree; of a module inside, any call may.
+    """
+
+    def __init__(self, origins: Sequence[Origin]) -> None:
+        self.calls = {origin.module: origin.call for origin in origins}
         self.kept: set[str] = set()
 
     def __call__(self, entry: str, at: CallKey) -> bool:
-        inside = any(at[0] == path or not path or at[0].startswith(f"{path}.") for path in self.modules)
-        if not inside or entry in self.kept:
+        if entry in self.kept or not self._lies_inside(at):
             return False
         self.kept.add(entry)
         return True
+
+    def _lies_inside(self, at: CallKey) -> bool:
+        module, ordinal = at
+        if not self.calls:
+            return True
+        if module in self.calls:
+            return self.calls[module] == ordinal
+        return any(not path or module.startswith(f"{path}.") for path in self.calls)
 
 
 def confirm_kernels(
@@ -47,24 +63,56 @@ def confirm_kernels(
     if not loaded or not options.confirm or report.verdict == "inconclusive":
         return [], []
     progress.describe("looking for kernel calls")
-    keep = _FirstOf([origin.module for origin in report.origins] or [""])
-    tap = FunctionTap(loaded, session.recorder.current_call, keep=keep, keep_bytes=options.capture_bytes)
+    tap = FunctionTap(
+        loaded,
+        session.recorder.current_call,
+        keep=FirstOf(report.origins),
+        keep_bytes=options.capture_bytes,
+        context=flashinfer_state.contexts(),
+    )
     session.execute(condition="tap", around=tap)
-    cases = [Case.from_kernel_call(call) for call in tap.calls if _is_kept(call)]
+    cases = [_as_tuned_now(Case.from_kernel_call(call)) for call in tap.calls if _is_kept(call)]
     for case in cases:
+        progress.describe(f"saving the case {case.name}")
         case.save(folder / f"case-{case.name.replace('/', '_')}")
     reports = confirm(
         cases,
         runs=options.kernel_runs,
         progress=lambda what, done, total: progress.describe(f"{what}: {done} of {total}"),
     )
+    reports += _not_kept(tap.calls)
     return reports, [finding for kernel in reports for finding in _not_run(kernel, report)]
 
 
-def _is_kept(call: KernelCall) -> bool:
-    import torch
+def _as_tuned_now(case: Case) -> Case:
+    """The case with what decides which tactics its call takes: it was made in this process just now."""
+    facts: dict[str, object] = {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+    backend = backend_for(case, all_backends())
+    if isinstance(backend, FlashInferCutlass) and case.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(case.device)
+        facts |= {"sm": 10 * major + minor, "gpu": torch.cuda.get_device_name(case.device)}
+        with_facts = dataclasses.replace(case, context={**case.context, **facts})
+        try:
+            chosen = backend.tactics_in_use(with_facts)
+        except Exception:  # whatever FlashInfer objects to is shown when the case is rerun
+            return with_facts
+        facts["tactics"] = [chosen.gemm1, chosen.gemm2]
+    return dataclasses.replace(case, context={**case.context, **facts})
 
+
+def _is_kept(call: KernelCall) -> bool:
     return bool(call.tensors) and all(isinstance(t, torch.Tensor) for t in call.tensors.values())
+
+
+def _not_kept(calls: Sequence[KernelCall]) -> Iterator[KernelReport]:
+    """Calls that were to become a case and could not: too large, or inside a CUDA graph capture."""
+    for call in calls:
+        if (reason := call.context.get("not_kept")) is not None:
+            name = f"{call.module or 'root'}#{call.call}"
+            advice = f"{reason}; a larger --capture-bytes keeps more" if "limit" in str(reason) else reason
+            yield unsupported_report(name, call.module, "none", f"the call was not kept: {advice}")
 
 
 def _not_run(kernel: KernelReport, report: Report) -> list[Finding]:

@@ -7,9 +7,8 @@ NVFP4 on Blackwell, bf16 on Hopper:
     DETAUDIT_EXAMPLE_TUNE=0 detaudit run examples/flashinfer_moe.py
 
 Tuned, FlashInfer takes a GEMM2 whose epilogue adds the top-8 expert outputs with atomics: two runs on the
-same tokens give different logits, and the origin is ``layers.0.mlp.experts``. With ``use_fused_finalize=False``
-they are equal. Untuned they are equal too, but only because the fused kernel does not run. Two layers, random
-weights.
+same tokens give different logits, and the origin is ``layers.0.mlp.experts``. Unfused they are equal. Untuned
+they are equal too, but only because the fused kernel does not run. Two layers, random weights.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from detaudit.kernels.shapes import SHAPES, Synthetic
 
 SHAPE = SHAPES["qwen3-30b-a3b"]
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, TOKENS = 2, 32, 4, 128, 4096, 64
-TUNED_TOKENS = 256
-"""The largest batch that is tuned for: the example's is smaller, and tuning takes time."""
 
 
 class Experts(nn.Module):
@@ -56,7 +53,6 @@ class Experts(nn.Module):
             fc2_expert_weights=self.fc2,
             output_dtype=x.dtype,
             quant_scales=list(self.scales),
-            tune_max_num_tokens=TUNED_TOKENS,
             use_fused_finalize=self.fused,
         )[0]
         return out
@@ -126,7 +122,7 @@ class Transformer(nn.Module):
         weights = [layer_weights(dtype, seed) for seed in range(LAYERS)]
         generator = torch.Generator("cuda").manual_seed(0)
         embedding = torch.randn(VOCABULARY, SHAPE.hidden, generator=generator, device="cuda").bfloat16()
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding)
+        self.embed_tokens = nn.Embedding(VOCABULARY, SHAPE.hidden, _weight=embedding, _freeze=True)
         self.layers = nn.ModuleList(Layer(case, fused, generator) for case in weights)
         self.norm = norm(generator)
         self.lm_head = Projection(SHAPE.hidden, VOCABULARY, generator)
@@ -167,10 +163,9 @@ def setting(name: str, default: str, values: tuple[str, ...]) -> str:
 
 
 def weights_here() -> str:
-    """NVFP4 where the GPU has it; elsewhere bf16, or the reason why not when it is built."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0):
-        return "bf16"
-    return "nvfp4"
+    """NVFP4 where the GPU has it, else bf16; where that is not there either, building the model says so."""
+    blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+    return "nvfp4" if blackwell else "bf16"
 
 
 @torch.no_grad()
@@ -178,11 +173,12 @@ def build_model() -> nn.Module:
     """DETAUDIT_EXAMPLE_FINALIZE (``fused`` or ``unfused``), DETAUDIT_EXAMPLE_TUNE (``1`` or ``0``)."""
     fused = setting("DETAUDIT_EXAMPLE_FINALIZE", "fused", ("fused", "unfused")) == "fused"
     tuned = setting("DETAUDIT_EXAMPLE_TUNE", "1", ("1", "0")) == "1"
-    model = Transformer(weights_here(), fused).eval()
+    model = Transformer(weights_here(), fused).eval().requires_grad_(False)
     if tuned:
         from flashinfer.autotuner import autotune
 
-        with autotune(True):
+        # One batch size only: tuning for every one of them takes a while.
+        with autotune(True, tuning_buckets=(TOKENS,)):
             model(make_inputs())
     return model
 

@@ -40,7 +40,7 @@ from detaudit.kernels.shapes import Synthetic
 from detaudit.kernels.support import KERNELS, OLDEST, MoeKernel, sm_list
 
 PROBES = 8
-"""Runs that must not all agree for a tactic to count as fused where its kernels cannot be listed."""
+"""Runs that do not all agree with one before, for a tactic to count as fused where kernels have no names."""
 
 
 class FlashInferCutlass:
@@ -179,23 +179,22 @@ class FlashInferCutlass:
         return gemm1, tuple(range(gemm1, gemm1 + int(runner.get_gemm2_tactic_count())))
 
     def _find_finalize(self, case: Case, plan: Plan) -> int | None:
-        """The first GEMM2 tactic that takes the fused finalize: by its kernels, else because it differs."""
+        """The first GEMM2 tactic that is proven to take the fused finalize."""
         prepared = self._prepared(case, fused=True)
         for gemm2 in plan.fused:
             prepared.tactics = Tactics(gemm2=gemm2)
             try:
-                fused = prepared.fused()
-                if fused or (fused is None and prepared.varies()):
+                if prepared.fused():
                     return gemm2
             except RuntimeError:  # this tactic does not run on this GPU; the next one may
                 continue
         return None
 
-    def _prepared(self, case: Case, *, fused: bool, pdl: bool | None = None) -> _Prepared:
+    def _prepared(self, case: Case, *, fused: bool, pdl: bool | None = None) -> PreparedCall:
         output = call.new_output(case)
         workspace = self._workspace_for(case)
         launch = call.MoeCall(self.library, case, fused=fused, pdl=pdl, output=output, workspace=workspace)
-        return _Prepared(launch, [output] if workspace is None else [output, workspace])
+        return PreparedCall(launch, [output] if workspace is None else [output, workspace])
 
     def _workspace_for(self, case: Case) -> Tensor | None:
         """One buffer for all variants of a case, which run one after the other on one stream."""
@@ -209,7 +208,7 @@ class FlashInferCutlass:
         return held[:size]
 
 
-class _Prepared:
+class PreparedCall:
     """``kernels.backend.Prepared``: launches with given tactics, or replays one such launch from a graph."""
 
     def __init__(self, launch: call.MoeCall, buffers: Sequence[Tensor]) -> None:
@@ -217,7 +216,7 @@ class _Prepared:
         self._run: graph.Work = launch
         self._poison = Poison(*buffers)
         self._tactics = Tactics()
-        self._proof: tuple[bool | None] | None = None
+        self._proof: bool | None = None
 
     @property
     def tactics(self) -> Tactics:
@@ -244,17 +243,18 @@ class _Prepared:
         return str(self._tactics)
 
     def fused(self) -> bool | None:
+        """By the kernels it launches; where these cannot be named, by whether a few runs in a row differ."""
         if self._proof is None:
             with self.active():
                 self.launch()
-                self._proof = (graph.takes_fused(self.launch),)
-        return self._proof[0]
+                proof = graph.takes_fused(self.launch)
+            self._proof = self._varies() if proof is None else proof
+        return self._proof
 
-    def varies(self) -> bool:
-        """Whether a few runs in a row differ."""
+    def _varies(self) -> bool:
         with self.active():
-            first = self.run().clone()
-            return any(not torch.equal(self.run(), first) for _ in range(PROBES))
+            first = self.launch().clone()
+            return any(not torch.equal(self.launch(), first) for _ in range(PROBES))
 
 
 def _needs(kernel: MoeKernel) -> str:

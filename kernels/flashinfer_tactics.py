@@ -8,8 +8,10 @@ while: ``profile_ids`` came with 0.6.17 only, and a tuner of one's own is also w
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +98,7 @@ def tune(launch: Launch, tokens: int) -> Tactics:
     buckets: dict[str, Any] = {}
     if "tuning_buckets" in inspect.signature(autotune).parameters:
         buckets = {"tuning_buckets": (tokens,)}
-    with _installed(tuner), autotune(True, **buckets):
+    with _installed(tuner), _quiet(), autotune(True, **buckets):
         launch()
     return Tactics(chosen.get(GEMM1, UNTUNED), chosen.get(GEMM2, UNTUNED))
 
@@ -118,6 +120,20 @@ class _Stand:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tuner, name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """FlashInfer announces each tuning on stderr, and shows a bar."""
+    from flashinfer.jit.core import logger
+
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)
 
 
 def _tuner_class() -> Any:

@@ -5,10 +5,11 @@ Names say what the finalize is allowed to be: ``fused`` is ``use_fused_finalize=
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from detaudit.core.records import VariantResult
 from detaudit.kernels.backend import Variant
 from detaudit.kernels.flashinfer_tactics import UNTUNED as FIRST
 
@@ -49,10 +50,51 @@ def variants_of(plan: Plan, own: Mapping[str, Any], *, sweep: bool) -> list[Vari
     return _with_asked(listed, own, plan)
 
 
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a sweep over the GEMM2 tactics showed, under one value of ``use_fused_finalize``.
+
+    Args:
+        tactics: how many ran to the end.
+        differing, finalize: how many of them differed, and how many finalize in their epilogue.
+        differing_is_finalize: whether these are the same ones.
+        stable_digests: different outputs among the stable ones; 1 if all agree bit for bit.
+        failed: names of those that did not run, with the reason.
+    """
+
+    tactics: int
+    differing: int
+    finalize: int
+    differing_is_finalize: bool
+    stable_digests: int
+    failed: Mapping[str, str]
+
+
+def sweep_of(results: Iterable[VariantResult], *, fused: bool) -> Sweep:
+    """Summary of the swept variants among ``results``."""
+    prefix = f"{_finalize(fused)}, gemm2 "
+    swept = [result for result in results if result.name.startswith(prefix)]
+    ran = [result for result in swept if result.reason is None]
+    differing = {result.name for result in ran if result.runs_differing}
+    finalize = {result.name for result in ran if result.fused}
+    return Sweep(
+        tactics=len(ran),
+        differing=len(differing),
+        finalize=len(finalize),
+        differing_is_finalize=differing == finalize,
+        stable_digests=len({result.digest for result in ran if not result.runs_differing}),
+        failed={result.name: result.reason for result in swept if result.reason is not None},
+    )
+
+
+def _finalize(fused: bool) -> str:
+    return "fused" if fused else "unfused"
+
+
 def _settable(plan: Plan) -> Iterator[Variant]:
     """What an engine can set: the argument, and whether to tune."""
     for fused in (True, False):
-        name = "fused" if fused else "unfused"
+        name = _finalize(fused)
         for tuning in (UNTUNED, AUTOTUNED):
             settings = {"use_fused_finalize": fused, "tactics": tuning}
             suffix = "" if tuning == UNTUNED else f", {tuning}"
@@ -82,7 +124,7 @@ def _sweep(plan: Plan) -> Iterator[Variant]:
     """Every GEMM2 tactic, under both values of the argument. The ids of the two lists are not comparable."""
     for fused, ids in ((True, plan.fused), (False, plan.unfused)):
         for gemm2 in ids:
-            name = f"{'fused' if fused else 'unfused'}, gemm2 {gemm2}"
+            name = f"{_finalize(fused)}, gemm2 {gemm2}"
             yield _listed(name, _pinned(fused, gemm2), fused and plan.can_fuse)
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from detaudit.options import DEFAULT_CAPTURE_BYTES
+
 if TYPE_CHECKING:
     from detaudit.options import Options
 
@@ -41,8 +43,8 @@ Examples:
 )
 @click.option(
     "--capture-bytes",
-    default=1 << 30,
-    show_default="1 GiB",
+    default=DEFAULT_CAPTURE_BYTES,
+    show_default=f"{DEFAULT_CAPTURE_BYTES >> 30} GiB",
     type=click.IntRange(0),
     help="Most bytes of tensors to keep when origins are captured.",
 )
