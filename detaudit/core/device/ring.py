@@ -116,7 +116,7 @@ class Ring:
         return self._segments[-1]
 
     def mark(self, stream: int) -> None:
-        """``collect`` is to wait for what this raw stream has been given so far; it does for ``home_stream``."""
+        """``collect`` is to wait for what this raw stream was given so far. It does for the home stream."""
         event = self._events.get(stream)
         if event is None:
             event = self._events[stream] = StreamEvent()

@@ -18,10 +18,9 @@ const u32 MAX_DIMS = 4;
 const u32 MAX_SOURCES = 8;
 const u32 LEAF_BYTES = 65536;
 const u32 STRIPE = 64, BLOCK_STRIPES = 16, BLOCK_BYTES = 1024;
-const u32 AHEAD = 4;           // loads of 16 bytes that a thread has in flight
-const u32 MIN_RESIDENT = 4;    // thread blocks per multiprocessor
+const u32 AHEAD = 4;         // loads of 16 bytes that a thread has in flight
+const u32 MIN_RESIDENT = 4;  // thread blocks per multiprocessor
 const u32 FULL_WARP = 0xffffffffu;
-
 
 const u64 PRIME32_1 = 0x9E3779B1ull, PRIME32_2 = 0x85EBCA77ull, PRIME32_3 = 0xC2B2AE3Dull;
 const u64 PRIME64_1 = 0x9E3779B185EBCA87ull, PRIME64_2 = 0xC2B2AE3D27D4EB4Full;
