@@ -80,6 +80,19 @@ class CaseUnreadable(DetauditError):
     slug = "case-unreadable"
 
 
+class NoCase(DetauditError):
+    """Nothing was captured that the asked finding could be reproduced from."""
+
+    slug = "no-case"
+
+
+class NotReproduced(DetauditError):
+    """The captured call, run alone, did not show the difference, or could not."""
+
+    slug = "not-reproduced"
+    exit_code = EXIT_INCONCLUSIVE
+
+
 class Unsupported(DetauditError):
     """What was asked cannot run on this machine; the message says what could run it."""
 
@@ -92,3 +105,15 @@ class InternalFault(DetauditError):
 
     slug = "internal"
     exit_code = EXIT_INTERNAL
+
+
+class PolicyInvalid(DetauditError):
+    """The policy is missing or cannot be meant: an unknown key, a wrong type, an expired allowance."""
+
+    slug = "policy-invalid"
+
+
+class LockUnreadable(DetauditError):
+    """The lock file is damaged, was edited by hand, or is of an unknown version."""
+
+    slug = "lock-unreadable"
