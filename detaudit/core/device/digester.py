@@ -53,6 +53,8 @@ class DeviceDigester:
             raise NotObservable(f"cuda:{index} cannot digest ({str(error).splitlines()[0]})") from error
 
     def submit(self, tensor: Tensor) -> Pending:
+        if not interposed() and tensor.is_cuda:
+            return self._submit_to(tensor.get_device(), (tensor,))[0]
         return self.submit_all((tensor,))[0]
 
     def submit_all(self, tensors: Sequence[Tensor]) -> list[Pending]:
@@ -63,8 +65,6 @@ class DeviceDigester:
         return self._submit(tensors)
 
     def _submit(self, tensors: Sequence[Tensor]) -> list[Pending]:
-        if len(tensors) == 1 and tensors[0].is_cuda:
-            return self._submit_to(tensors[0].get_device(), tensors)
         devices = {tensor.get_device() if tensor.is_cuda else -1 for tensor in tensors}
         if len(devices) == 1 and -1 not in devices:
             return self._submit_to(devices.pop(), tensors)
