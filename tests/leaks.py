@@ -27,9 +27,15 @@ def settings() -> dict[str, Setting]:
         return {}
     from torch.nn.modules import module as hooks
 
+    def default_device() -> str:
+        try:
+            return str(torch.get_default_device())
+        except AttributeError:  # torch 2.9 after set_default_device(None)
+            return "cpu"
+
     found = {
         "default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
-        "default device": Setting(lambda: str(torch.get_default_device()), torch.set_default_device),
+        "default device": Setting(default_device, torch.set_default_device),
         "deterministic algorithms": Setting(
             torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
         ),

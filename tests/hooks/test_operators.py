@@ -89,7 +89,9 @@ def test_forward_and_backward_operators_are_recorded_in_order() -> None:
     assert [op.index for op in operators] == list(range(len(operators)))
     with torch.inference_mode():
         watched = record(lambda: torch.relu(x @ weight.detach()))
-    assert [op.name for op in watched][1:] == ["aten.matmul.default", "aten.relu.default"]
+    # Newer releases of torch keep matmul whole here, older ones take it apart.
+    assert watched[1].name in ("aten.matmul.default", "aten.mm.default")
+    assert watched[-1].name == "aten.relu.default"
 
 
 def test_inputs_are_taken_before_and_changes_in_place_after() -> None:
