@@ -90,7 +90,8 @@ def test_forward_and_backward_operators_are_recorded_in_order() -> None:
     with torch.inference_mode():
         watched = record(lambda: torch.relu(x @ weight.detach()))
     # Newer releases of torch keep matmul whole here, older ones take it apart.
-    assert watched[1].name in ("aten.matmul.default", "aten.mm.default")
+    products = {"aten.matmul.default", "aten.mm.default"}
+    assert products & {op.name for op in watched}
     assert watched[-1].name == "aten.relu.default"
 
 
