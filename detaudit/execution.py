@@ -16,6 +16,7 @@ from detaudit.core.digest import Digester, make_digester
 from detaudit.core.recording import HOOKS_OFF, IN_PROCESS, Record, Run
 from detaudit.hooks import generators
 from detaudit.hooks.capture import CapturedCall
+from detaudit.hooks.graphs import GraphWatcher
 from detaudit.hooks.inputs import InputCopies
 from detaudit.hooks.names import held_modules, named_modules
 from detaudit.hooks.observe import PendingRecord, observe
@@ -53,12 +54,14 @@ class Session:
         self.position = 0
         self.rebuild = False
         self.initial = generators.capture()
+        self.graphs = GraphWatcher()
         self._not_restored: dict[str, str] = {}
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._context.enter_context(import_context(self.target.spec))
         self._context.callback(generators.restore, self.initial)
+        self._context.enter_context(self.graphs.armed())
         try:
             self.build()
         except BaseException:
@@ -77,12 +80,16 @@ class Session:
         """
         spec = self.target.spec
         generators.restore(self.initial)
-        with target_errors(spec, f"{spec.factory}() built the model"):
+        with self.graphs.building(), target_errors(spec, f"{spec.factory}() built the model"):
             self.model = self.target.build()
         check_model(self.target, self.model)
         self.modules = tuple(module for _, module in held_modules(self.model))
-        self.digester: Digester = make_digester(_device_of(self.modules))
-        self.recorder = Recorder(self.digester, only=self.options.only, exclude=self.options.exclude)
+        # A graph captured just now holds digests of the digester that was made for it.
+        self.digester: Digester = self.graphs.digester or make_digester(_device_of(self.modules))
+        self.graphs.digester = self.digester
+        self.recorder = Recorder(
+            self.digester, only=self.options.only, exclude=self.options.exclude, graphs=self.graphs
+        )
         self.recorder.attach(self.model)
         self.snapshot = Snapshot.take(*self.modules)
         self.gradients = [(p, p.grad) for module in self.modules for p in module.parameters()]
@@ -111,6 +118,11 @@ class Session:
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the report should know about how digests were taken."""
+        return (*self.digester.notes, *self.graphs.notes)
 
     def restored(self) -> dict[str, Any]:
         """What is put back before each run, and what could not be; for the report."""

@@ -22,6 +22,7 @@ from detaudit.hooks.generator_survey import Survey, survey
 from detaudit.options import Options
 from detaudit.output import TargetOutput
 from detaudit.progress import Progress
+from detaudit.repro.operator_case import save_operators
 from detaudit.target import TargetSpec, load
 from detaudit.trace import TraceWriter, captures_dir
 from detaudit.worker import Job, launch
@@ -110,7 +111,7 @@ class FunctionAudit:
         return {
             "environment": environment(),
             "restored": session.restored(),
-            "coverage": coverage(modules, wanted, session.digester.notes),
+            "coverage": coverage(modules, wanted, session.notes),
             "excluded": sorted({module.path for module in modules} - set(wanted)),
         }
 
@@ -148,6 +149,8 @@ class FunctionAudit:
             captures = CapturePass(self.session, found, attempts=attempts, advance=self.progress.advance)
         examined, findings = captures.examine()
         self.findings += findings
+        not_captured = save_operators(captures.operators, captures_dir(self.writer.path))
+        self.writer.set_meta("not_captured", not_captured)
         return {key_of(origin): origin for origin in examined}
 
     def _history(self) -> None:

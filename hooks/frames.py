@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -21,6 +21,14 @@ REMOVED = "<removed>"
 
 
 _NOTHING = PendingRecord()
+
+
+class Deferred(Protocol):
+    """Calls that are worked out when the run is over, and not while it waits."""
+
+    def as_calls(self, mark: Frame) -> list[Frame]: ...
+
+    def as_outermost(self) -> list[Frame]: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +46,8 @@ class Frame:
         inside_closed: it is a call of, or inside, a module compiled as a whole.
         rng: generator states on entry. ``before``, ``after``: inputs on entry and at the end (``seen_again``
             says whether they were looked at); ``state``, ``state_after`` likewise; ``out``: the output.
+        deferred: set in a frame that only marks where a CUDA graph was replayed: its calls.
+        listener: who was told that the call began, and is to be told that it ended.
         module, entry, args, kwargs, owner, closed: of an open call only; ``owner`` is whose state is its own.
     """
 
@@ -60,6 +70,8 @@ class Frame:
     out: PendingRecord = _NOTHING
     children: list[Frame] = field(default_factory=list)
     captured: CapturedCall | None = None
+    deferred: Deferred | None = None
+    listener: object = None
     module: nn.Module | None = None
     entry: Entry | None = None
     args: tuple[Any, ...] = ()
@@ -69,17 +81,23 @@ class Frame:
 
     def release(self) -> None:
         """The call is over: let go of what belongs to the target."""
-        self.module = self.owner = self.entry = None
+        self.module = self.owner = self.entry = self.listener = None
         self.args, self.kwargs = (), {}
 
-    def replayed(self, renew: Callable[[Pending], Pending]) -> Frame:
-        """This call and all inside it as one more CUDA graph replay, with ``renew`` of every digest."""
-        fresh: dict[str, Any] = {name: _renewed(getattr(self, name), renew) for name in _RECORDS}
-        children = [child.replayed(renew) for child in self.children]
+    def replayed(self, renew: Callable[[Pending], Pending], rng: PendingRecord) -> Frame:
+        """This call and all inside it as one more CUDA graph replay.
+
+        Args:
+            renew: gives the replay's digest for one of the template.
+            rng: generator states when the replay began.
+        """
+        fresh: dict[str, Any] = {name: _renewed(getattr(self, name), renew) for name in RECORDS}
+        fresh["rng"] = rng
+        children = [child.replayed(renew, rng) for child in self.children]
         return replace(self, via="graph", home=None, children=children, captured=None, **fresh)
 
 
-_RECORDS = ("rng", "before", "after", "state", "state_after", "out")
+RECORDS = ("rng", "before", "after", "state", "state_after", "out")
 
 
 def _renewed(record: PendingRecord, renew: Callable[[Pending], Pending]) -> PendingRecord:
@@ -133,6 +151,35 @@ def build(top: list[Frame], outermost: list[Frame], attached: bool) -> Built:
         seen.update(dict.fromkeys((name, site, reason) for site, reason in facts.unobserved))
     built.unobserved = list(seen)
     return built
+
+
+def expand(top: list[Frame], outermost: list[Frame]) -> None:
+    """Put deferred calls in the places of their marks, in the lists and in all calls below ``top``."""
+    outermost[:] = itertools.chain.from_iterable(
+        [frame] if frame.deferred is None else frame.deferred.as_outermost() for frame in outermost
+    )
+    pending = [top]
+    while pending:
+        siblings = pending.pop()
+        pending.extend(frame.children for frame in siblings if frame.children)
+        if any(frame.deferred is not None for frame in siblings):
+            siblings[:] = _expanded(siblings)
+
+
+def _expanded(siblings: list[Frame]) -> list[Frame]:
+    expanded: list[Frame] = []
+    starts: list[int] = []  # of each call of the run's own thread, among those that there are afterwards
+    own = 0
+    for frame in siblings:
+        calls = [frame] if frame.deferred is None else frame.deferred.as_calls(frame)
+        expanded.extend(calls)
+        if not frame.worker:
+            starts.append(own)
+            own += len(calls)
+    starts.append(own)
+    for frame in expanded:
+        frame.slot = starts[frame.slot] if frame.worker else 0
+    return expanded
 
 
 def final_record(outermost: list[Frame], alone: bool) -> Record:

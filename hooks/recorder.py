@@ -13,14 +13,13 @@ from detaudit.core.digest import Digester
 from detaudit.core.recording import ModuleInfo
 from detaudit.hooks.calls import watch
 from detaudit.hooks.capture import CAPTURE_BYTES, CapturedCall, Captures
+from detaudit.hooks.graphs import LARGE_BYTES, GraphWatcher
 from detaudit.hooks.names import Names, held_modules, join, named_modules
 from detaudit.hooks.observe import Observer, PendingRecord
 from detaudit.hooks.own_state import own_state
 from detaudit.hooks.run import CallKey, RecordedRun, Recording, note_foreign_threads
 
 __all__ = ["CallKey", "CapturedCall", "Recorder", "Recording", "held_modules"]
-
-LARGE_BYTES = 64 << 20
 
 
 class Recorder:
@@ -32,6 +31,7 @@ class Recorder:
             nearest recorded call around them.
         large_bytes: a module whose own state holds more is digested without its largest tensors, which
             ``large_state`` digests instead.
+        graphs: knows the CUDA graphs captured before; where none is given, those captured in its runs.
 
     Calls of threads that were alive already when this process made its first recorder are not recorded.
     Inputs of a call are kept alive until it returns.
@@ -44,11 +44,13 @@ class Recorder:
         only: Collection[str] = (),
         exclude: Collection[str] = (),
         large_bytes: int = LARGE_BYTES,
+        graphs: GraphWatcher | None = None,
     ) -> None:
         self.digester = digester
         self.only = tuple(only)
         self.exclude = tuple(exclude)
         self.large_bytes = large_bytes
+        self.graphs = graphs or GraphWatcher(digester)
         self._names = Names()
         self._last = self._names
         self._run: RecordedRun | None = None
@@ -105,9 +107,10 @@ class Recorder:
             self.wants,
             Captures(capture or (), capture_bytes),
             dict(substitute or {}),
+            self.graphs.capture,
         )
         try:
-            with watch(run, run.names.classes()) as wrappers:
+            with watch(run, run.names.classes()) as wrappers, self.graphs.recording(run):
                 run.wrappers = wrappers
                 self._run, self._last = run, run.names
                 yield recording
@@ -119,7 +122,7 @@ class Recorder:
 
     @property
     def active(self) -> RecordedRun | None:
-        """The run in progress: where calls that are not made in Python (graph replays) can be added."""
+        """The run in progress."""
         return self._run
 
     def current_call(self) -> CallKey | None:

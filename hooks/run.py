@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from detaudit.core.digest import Digester, unseen
+from detaudit.core.digest import Digester, Pending, unseen
 from detaudit.core.recording import Call, Record
 from detaudit.hooks.calls import Entry, Wrappers, is_symbolic
 from detaudit.hooks.capture import CapturedCall, Captures, copy_of
-from detaudit.hooks.frames import Built, Frame, build, final_record
+from detaudit.hooks.frames import Built, Frame, build, expand, final_record
+from detaudit.hooks.graph_template import Placed, Replay, Template
 from detaudit.hooks.names import Names, Place, inner_of
+from detaudit.hooks.observe import PendingRecord
 from detaudit.hooks.own_state import is_closed
 from detaudit.hooks.witness import Witness
 
@@ -74,6 +75,7 @@ class RecordedRun:
         names: of the attached modules; modules met in the run are added.
         wants: whether calls of a module path are recorded.
         substitutes: outputs that replace those of the calls they are filed under.
+        capture: gives who listens to the calls made into a CUDA graph that this thread is capturing now.
     """
 
     def __init__(
@@ -84,18 +86,21 @@ class RecordedRun:
         wants: Callable[[str], bool],
         captures: Captures,
         substitutes: Mapping[CallKey, Any],
+        capture: Callable[[], RecordedRun | None] = lambda: None,
     ) -> None:
         self.names = names
         self.over = False
         self.wrappers: Wrappers | None = None
-        self._wants = wants
+        self.wants = wants
+        self.large_bytes = large_bytes
         self._captures = captures
         self._substitutes = substitutes
         self._witness = Witness(digester, large_bytes)
         self._lock = threading.RLock()
         self._main: list[Frame] = []
         self._thread = _Thread(threading.current_thread(), self._main)
-        self._is_diverted = False
+        self._capture = capture
+        self._placed: dict[int, tuple[Template, Placed]] = {}
         self._top: list[Frame] = []
         self._outermost: list[Frame] = []
         self._ordinals: Counter[str] = Counter()
@@ -113,11 +118,13 @@ class RecordedRun:
             return None
         if stack and stack[-1].inside_closed and self.names.known(module) is None:
             return None  # made by a compiler, such as the graph modules it runs
+        if (capture := self._capture()) is not None:
+            return capture.open(module, entry, args, kwargs)
         if self._is_capturing():
             return None
         with self._lock, unseen():
             frame = self._begin(module, entry, args, kwargs)
-            self._place(frame, stack)
+            self._seat(frame, stack)
             if frame.recorded:
                 self._enter(frame)
         if self._captures.wanted and self._is_to_be_captured(frame):
@@ -130,8 +137,12 @@ class RecordedRun:
 
     def close(self, frame: Frame, output: Any) -> Any:
         """The call returned. Returns what its caller gets: ``output``, or the substitute for it."""
+        if frame.listener is not self and isinstance(frame.listener, RecordedRun):
+            return frame.listener.close(frame, output)
         self._pop(frame)
-        if not self.over and (frame.recorded or frame.outermost):
+        if self._is_capturing():
+            _cut_short(frame)
+        elif not self.over and (frame.recorded or frame.outermost):
             with self._lock:
                 output = self._substituted(frame, output)
                 if frame.captured is not None:
@@ -143,9 +154,13 @@ class RecordedRun:
 
     def fail(self, frame: Frame, error: BaseException) -> None:
         """The call raised; what it changed in place before that is still told."""
+        if frame.listener is not self and isinstance(frame.listener, RecordedRun):
+            return frame.listener.fail(frame, error)
         self._pop(frame)
         frame.error = type(error).__name__
-        if not self.over and frame.recorded and isinstance(error, Exception):
+        if self._is_capturing():
+            _cut_short(frame)
+        elif not self.over and frame.recorded and isinstance(error, Exception):
             with self._lock, unseen():
                 self._witness.look_again(frame)
         frame.release()
@@ -156,31 +171,41 @@ class RecordedRun:
         home = stack[-1].home if stack else None
         return None if home is None else (self.names.live_name(home.place), home.live_ordinal)
 
-    @contextlib.contextmanager
-    def diverted(self) -> Iterator[list[Frame]]:
-        """Calls made inside, on this thread, go to the given list and not to the run: a graph's template."""
-        self._is_diverted = True
-        template: list[Frame] = []
-        top, outermost, main, ordinals = self._top, self._outermost, self._main[:], self._ordinals.copy()
-        self._top, self._outermost, self._main[:] = template, [], []
-        try:
-            yield template
-        finally:
-            self._is_diverted = False
-            self._top, self._outermost, self._main[:], self._ordinals = top, outermost, main, ordinals
+    def generators(self) -> PendingRecord:
+        """Generator states now."""
+        with self._lock, unseen():
+            return self._witness.generators()
 
-    def emit(self, frames: Sequence[Frame]) -> None:
-        """Add calls that were not made here, such as a template's ``replayed`` frames, at this point."""
-        home = self._main[-1].home if self._main else None
-        (self._top if home is None else home.children).extend(frames)
-        pending = list(frames)
-        while pending:
-            frame = pending.pop()
-            self._ordinals[self.names.live_name(frame.place)] += 1
-            pending.extend(frame.children)
+    def replayed(self, template: Template, digests: Sequence[Pending], rng: PendingRecord) -> None:
+        """A CUDA graph was replayed in this thread: its calls are made here once more.
+
+        Args:
+            digests: of this replay, by place in the graph's slots.
+            rng: generator states when the replay began.
+        """
+        stack = self._thread.stack
+        if self.over or stack is None:
+            return
+        with self._lock, unseen():
+            placed = self._placed_in_this_run(template)
+            around = stack[-1] if stack else None
+            home = around.home if around is not None else None
+            calls = placed.below(home)
+            known = calls or placed.outermost
+            if known:
+                replay = Replay(placed, calls, digests, rng)
+                self._seat(Frame(known[0].place, "graph", recorded=bool(calls), deferred=replay), stack)
+                self._ordinals.update(placed.counts(calls))
+
+    def note(self, reason: str) -> None:
+        """Something was not observed, of the innermost call open in this thread."""
+        call = self.current_call()
+        with self._lock:
+            self._notes["" if call is None else call[0], "", reason] = None
 
     def fill(self, recording: Recording) -> None:
         """Turn what was seen into the recording; after the digester's ``finish()``."""
+        expand(self._top, self._outermost)
         built = build(self._top, self._outermost, self.names.attached)
         recording.calls = built.calls
         recording.final = final_record(self._outermost, built.alone)
@@ -192,22 +217,40 @@ class RecordedRun:
                 recording.renamed[live] = name
 
     def _is_capturing(self) -> bool:
-        """Whether digests would break a CUDA graph under construction, whose calls nobody asked to divert."""
+        """Whether digests would break a CUDA graph under construction, or go into it for nothing."""
         cuda: Any = torch.cuda  # without annotations
-        capturing = not self._is_diverted and cuda.is_initialized() and cuda.is_current_stream_capturing()
+        capturing = cuda.is_initialized() and cuda.is_current_stream_capturing()
         if capturing:
             self._notes["", "", "calls made while a CUDA graph was captured"] = None
         return bool(capturing)
+
+    def _placed_in_this_run(self, template: Template) -> Placed:
+        known = self._placed.get(id(template))
+        if known is None:
+            known = self._placed[id(template)] = template, template.placed(self.names, self.wants)
+            self._notes.update(dict.fromkeys(("", "", reason) for reason in known[1].notes))
+            for module, reason in template.closed:
+                self._close_up(module(), reason)
+        return known[1]
 
     def _begin(self, module: nn.Module, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         if self.wrappers is not None and type(module) not in self.wrappers:
             self.wrappers.add({type(member) for member in module.modules()})
         place = self.names.find(module)
         if place.wanted is None:
-            place.wanted = self._wants(self.names.live_name(place))
-        return Frame(place, entry.kind, place.wanted, module=module, entry=entry, args=args, kwargs=kwargs)
+            place.wanted = self.wants(self.names.live_name(place))
+        return Frame(
+            place,
+            entry.kind,
+            place.wanted,
+            listener=self,
+            module=module,
+            entry=entry,
+            args=args,
+            kwargs=kwargs,
+        )
 
-    def _place(self, frame: Frame, stack: list[Frame]) -> None:
+    def _seat(self, frame: Frame, stack: list[Frame]) -> None:
         """Give the frame its place in the tree of calls."""
         frame.worker = self._thread.is_worker and not stack
         around = stack[-1] if stack else self._main[-1] if frame.worker and self._main else None
@@ -232,10 +275,16 @@ class RecordedRun:
         closed = is_closed(module)
         if closed and place not in self._closed and not frame.inside_closed:
             kind = "TorchScript" if isinstance(module, torch.jit.ScriptModule) else "compiled"
-            inside = [member for member in self.names.members(module) if member is not place]
-            self._closed[place] = (f"it runs inside a {kind} module", inside)
+            self._close_up(module, f"it runs inside a {kind} module")
         frame.inside_closed = frame.inside_closed or closed
         self._witness.enter(frame, closed)
+
+    def _close_up(self, module: nn.Module | None, reason: str) -> None:
+        """What happens inside the module is not seen."""
+        if module is not None:
+            place = self.names.find(module)
+            inside = [member for member in self.names.members(module) if member is not place]
+            self._closed[place] = (reason, inside)
 
     def _is_to_be_captured(self, frame: Frame) -> bool:
         ordinal = None if self._thread.is_worker else frame.live_ordinal
@@ -257,11 +306,15 @@ class RecordedRun:
 
     def _captured(self, built: Built) -> dict[CallKey, CapturedCall]:
         found: dict[CallKey, CapturedCall] = {}
+        if not self._captures.wanted:
+            return found
+        in_graph = CapturedCall(reason="it was made by a CUDA graph, in which nothing can be copied")
         for frame, call in zip(built.frames, built.calls, strict=True):
-            if frame.captured is not None:
+            kept = in_graph if call.via == "graph" else frame.captured
+            if kept is not None:
                 names = {call.module, *self.names.live_names(frame.place)}
                 keys = self._captures.wanted & {(name, call.ordinal) for name in names}
-                found.update(dict.fromkeys(keys, frame.captured))
+                found.update(dict.fromkeys(keys, kept))
         for key in self._captures.wanted - found.keys():
             found[key] = CapturedCall(reason="it was not called in this run")
         return found
@@ -275,6 +328,12 @@ class RecordedRun:
             if member not in called
         }
         return tuple(sorted({*built.unobserved, *inside, *self._notes}))
+
+
+def _cut_short(frame: Frame) -> None:
+    """The call ends inside the capture of a graph that began inside the call."""
+    reason = "the call ended while a CUDA graph was captured, which began within it"
+    frame.out = PendingRecord([], [("out", reason)])
 
 
 def _leads_on(top: Frame, module: nn.Module, entry: Entry) -> bool:

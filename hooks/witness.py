@@ -24,10 +24,14 @@ class Witness:
         assert frame.module is not None
         frame.closed = closed
         frame.owner = frame.module if closed else innermost(frame.module)
-        frame.rng = self._observer.observe(generator_states())
+        frame.rng = self.generators()
         frame.before = self._inputs(frame)
         frame.state = self._state(frame)
         self._observer.flush()
+
+    def generators(self) -> PendingRecord:
+        """States of torch's generators now."""
+        return self._observer.observe(generator_states())
 
     def leave(self, frame: Frame, output: Any) -> None:
         """The output, and again the inputs and the own state: what the call changed in place."""

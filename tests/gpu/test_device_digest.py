@@ -211,7 +211,7 @@ def test_freed_memory_is_not_reused_before_its_digest(monkeypatch: pytest.Monkey
     torch.cuda.empty_cache()
     ones = digest(torch.full((32 << 20,), 1, dtype=torch.uint8))
     with monkeypatch.context() as without:
-        without.setattr(queues.DeviceQueue, "_keep", lambda *_: None)
+        without.setattr(queues.DeviceQueue, "keep", lambda *_: None)
         value, _ = reuse_before_digest(DeviceDigester())
         if value == ones:
             pytest.skip("the allocator did not reuse the memory even without protection")

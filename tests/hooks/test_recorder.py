@@ -252,29 +252,3 @@ def test_shared_modules_have_their_first_name_and_aliases() -> None:
     assert recorder.modules()[1] == ModuleInfo("first", "Block", ("third",))
     assert recorder.module_at("third") is net.first
     assert recorder.module_at("nowhere") is None
-
-
-def test_replayed_calls_can_be_emitted() -> None:
-    net = Net()
-    recorder = recorder_of(net)
-    seen: list[Any] = []
-    with torch.no_grad(), recorder.run() as recording:
-        run = recorder.active
-        assert run is not None
-        with run.diverted() as template:
-            net(X)
-        for _ in range(2):
-            run.emit([frame.replayed(lambda pending: pending) for frame in template])
-        net.second.register_forward_pre_hook(lambda *_: seen.append(recorder.current_call()))
-        net(X)
-    assert [(c.module, c.ordinal, c.via) for c in recording.calls if c.module in ("", "second")] == [
-        ("", 0, "graph"),
-        ("second", 0, "graph"),
-        ("", 1, "graph"),
-        ("second", 1, "graph"),
-        ("", 2, "call"),
-        ("second", 2, "call"),
-    ]
-    assert seen == [("second", 2)]
-    assert recorder.active is None
-    assert recording.calls[0].out == recording.calls[5].out

@@ -95,6 +95,11 @@ class DeviceDigester:
         for queue in self._queues.values():
             queue.collect()
 
+    def prepare_capture(self) -> None:
+        """Have ready on the current device what cannot be taken while a graph is captured there."""
+        with unseen():
+            self._queue(torch.cuda.current_device()).refill_reserve()
+
     def take_capture(self) -> GraphSlots | None:
         """What this thread submitted under capture since the last call; to be called when a capture ended."""
         return self._captures.pop(threading.get_ident(), None)

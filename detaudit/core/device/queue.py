@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from detaudit.core.device import plan as plans
-from detaudit.core.device.driver import Kernel, copy_on_device, cubin
+from detaudit.core.device.driver import Kernel, StreamEvent, copy_on_device, cubin
 from detaudit.core.device.plan import Kind, Plan
 from detaudit.core.device.ring import Fill, Ring, RingTooSmall, Segment, new_segment
 from detaudit.core.digest import NotObservable, Pending, as_words, dtype_name, unseen, value_of
@@ -140,12 +141,12 @@ class DeviceQueue:
             self.ring.mark(stream)
         pendings: list[Pending] = []
         for plan, tensor in planned:
-            self._keep(tensor, stream)
+            self.keep(tensor, stream)
             pendings.append(DevicePending(plan, segment.fill, offset))
             offset += plan.slot_bytes
         return pendings
 
-    def _keep(self, tensor: Tensor, stream: int) -> None:
+    def keep(self, tensor: Tensor, stream: int) -> None:
         """Memory that belongs to another stream must not be reused there before the digest has run here."""
         found = self._streams.get(stream)
         if found is None:
@@ -184,12 +185,17 @@ class DeviceQueue:
         self.slots.used = offset + size
         return self.slots, offset
 
+    def refill_reserve(self) -> None:
+        """Have room for the digests of the next graph; the current device must be this one."""
+        with self.lock, unseen():
+            if self.slots.used > self.slots.size // 2:
+                self.slots = new_segment(self._slot_segment_bytes, self.index)
+
     def collect(self) -> None:
         """Bring all digests to the host, and have a reserve for the next graph. Waits for the device."""
         with self.lock, torch.cuda.device(self.index), unseen():
             self.ring.collect()
-            if self.slots.used > self.slots.size // 2:
-                self.slots = new_segment(self._slot_segment_bytes, self.index)
+            self.refill_reserve()
 
     @property
     def device_bytes(self) -> int:
@@ -204,6 +210,8 @@ class GraphSlots:
         self._queue = queue
         self._digests: list[tuple[Plan, int, int]] = []
         self._ranges: list[tuple[Segment, int, int]] = []
+        self._last_stream = 0
+        self._taken: StreamEvent | None = None
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -218,23 +226,71 @@ class GraphSlots:
         else:
             self._ranges.append((segment, offset, offset + size))
         first = len(self)
-        for plan, _ in planned:
+        for plan, tensor in planned:
+            self._queue.keep(tensor, stream)
             self._digests.append((plan, len(self._ranges) - 1, offset - self._ranges[-1][1]))
             offset += plan.slot_bytes
         return [CapturedPending(index) for index in range(first, len(self))]
 
-    def replayed(self) -> list[Pending]:
+    def before_replay(self) -> None:
+        """A replay is about to be queued on the current stream, whether or not its digests are wanted.
+
+        CUDA orders the replays of a graph among themselves, but not the copy that follows one of them on
+        its stream and a replay on another stream, which would write to the slots before they were read.
+        """
+        queue = self._queue
+        with queue.lock:
+            stream = torch._C._cuda_getCurrentRawStream(queue.index)
+            if self._taken is not None and stream != self._last_stream:
+                # The query gives a thread that is new to CUDA its context.
+                torch.cuda.current_stream(queue.index).query()
+                self._taken.block(stream)
+            for segment, _, _ in self._ranges:
+                queue.keep(segment.memory, stream)
+
+    def replayed(self) -> Sequence[Pending]:
         """Keep the digests of the replay that was just queued on the current stream.
 
         The slots are copied into the ring in stream order, before a later replay can write to them. The
         result is in the order of submission; ``CapturedPending.index`` is the position in it.
+
+        Raises:
+            RingTooSmall: the graph holds more digests than the ring can.
         """
         queue, copies = self._queue, []
         with queue.lock, torch.cuda.device(queue.index), unseen():
-            stream = torch.cuda.current_stream(queue.index).cuda_stream
+            stream = torch._C._cuda_getCurrentRawStream(queue.index)
             for segment, start, end in self._ranges:
                 into, offset = queue.ring.reserve(end - start)
                 copy_on_device(into.address + offset, segment.address + start, end - start, stream)
                 copies.append((into.fill, offset))
             queue.ring.mark(stream)
-        return [DevicePending(plan, copies[i][0], copies[i][1] + offset) for plan, i, offset in self._digests]
+            if self._taken is None:
+                self._taken = StreamEvent()
+            self._taken.record(stream)
+            self._last_stream = stream
+        return _Replayed(self._digests, copies)
+
+
+class _Replayed(Sequence[Pending]):
+    """The digests of one replay, each made when it is asked for: a replay itself must cost little."""
+
+    def __init__(self, digests: list[tuple[Plan, int, int]], copies: list[tuple[Fill, int]]) -> None:
+        self._digests = digests
+        self._copies = copies
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    @overload
+    def __getitem__(self, index: int) -> Pending: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Pending]: ...
+
+    def __getitem__(self, index: int | slice) -> Pending | Sequence[Pending]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        plan, number, offset = self._digests[index]
+        fill, start = self._copies[number]
+        return DevicePending(plan, fill, start + offset)
