@@ -1,0 +1,161 @@
+"""What the runs of one condition of a trace computed: digests of each call's arguments, state and outputs.
+
+Ids of records hold within one trace only; the digests here can be compared between traces, machines and
+months. They cover site paths, dtypes, shapes and roots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from detaudit.compare.classes import FINAL, INPUTS, group
+from detaudit.core.recording import HISTORY, HOOKS_OFF, SUPERSEDED, RunColumns, TraceView, Value
+
+VARIES = "varies"
+"""In place of a digest: the runs of the trace do not agree."""
+ABSENT = "absent"
+PARAMETERS = "parameters.before"
+DIGEST_BYTES = 8
+Key = tuple[str, int]
+"""(module path, ordinal of the call)."""
+
+
+class Content(NamedTuple):
+    """Digests of what went into a call, of the module's own state on entry, and of what came out."""
+
+    args: str
+    state: str
+    out: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBits:
+    """One call. ``parent`` is an index into ``Bits.calls`` or -1; digests are 16 hex digits or ``VARIES``.
+
+    The module's own state (buffers, attributes) stands apart from its arguments: what an attribute is called
+    changes from version to version.
+    """
+
+    module: str
+    cls: str
+    ordinal: int
+    parent: int
+    content: Content
+
+    @property
+    def key(self) -> Key:
+        return self.module, self.ordinal
+
+
+NOT_CALLED = Content(ABSENT, ABSENT, ABSENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """All calls of the most common run of a condition, in execution order.
+
+    ``parameters``: one digest for the parameters that a module owns itself, by its path.
+    """
+
+    condition: str
+    runs: int
+    calls: tuple[CallBits, ...]
+    inputs: str
+    final: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def varies(self) -> bool:
+        return self.final == VARIES or any(VARIES in call.content for call in self.calls)
+
+
+def bits(view: TraceView) -> dict[str, Bits]:
+    """The bits of every condition that was recorded call by call, by its name.
+
+    Raises:
+        TraceUnreadable: the trace is damaged, or holds no finished run.
+    """
+    by_condition: dict[str, list[RunColumns]] = {}
+    for run in view.runs():
+        if run.condition not in (HOOKS_OFF, SUPERSEDED, *HISTORY):
+            by_condition.setdefault(run.condition, []).append(run)
+    digests = _Digests(view)
+    parameters = digests.parameters([run for runs in by_condition.values() for run in runs])
+    return {name: _bits(view, name, runs, digests, parameters) for name, runs in by_condition.items()}
+
+
+class _Digests:
+    """Digests of a trace's records, each computed once."""
+
+    def __init__(self, view: TraceView) -> None:
+        self._view = view
+        self.record: Callable[[int], str] = cache(self._record)
+
+    def _record(self, record_id: int) -> str:
+        view = self._view
+        return digest(line(site, view.value(value)) for site, value in view.record(record_id))
+
+    def parameters(self, runs: Sequence[RunColumns]) -> dict[str, str]:
+        """By the path of the module that owns them; from the first run that has them."""
+        record = next((run.records[PARAMETERS] for run in runs if PARAMETERS in run.records), None)
+        if record is None:
+            return {}
+        owned: dict[str, list[bytes]] = {}
+        for site, value in self._view.record(record):
+            owned.setdefault(site.rpartition(".")[0], []).append(line(site, self._view.value(value)))
+        return {module: digest(lines) for module, lines in owned.items()}
+
+    def of_runs(self, runs: Sequence[RunColumns], name: str) -> str:
+        found = {run.records.get(name) for run in runs}
+        if len(found) > 1:
+            return VARIES
+        (record,) = found
+        return ABSENT if record is None else self.record(record)
+
+
+def digest(lines: Iterable[bytes]) -> str:
+    return hashlib.blake2b(b"\n".join(lines), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def line(site: str, value: Value) -> bytes:
+    return f"{site}|{value.dtype}|{value.shape}|{value.root.hex()}".encode("utf-8", "surrogatepass")
+
+
+def _bits(
+    view: TraceView, name: str, runs: list[RunColumns], digests: _Digests, parameters: Mapping[str, str]
+) -> Bits:
+    classes = group(runs)
+    reference = classes[0].run
+    keys = _keys(reference)
+    others = [_content(item.run, digests) for item in classes[1:]]
+    calls: list[CallBits] = []
+    for index, (module, ordinal) in enumerate(keys):
+        found = [_content_at(reference, index, digests)]
+        found += [other.get((module, ordinal), NOT_CALLED) for other in others]
+        agreed = (values[0] if len(set(values)) == 1 else VARIES for values in zip(*found, strict=True))
+        info = view.modules[module]
+        calls.append(CallBits(info.path, info.cls, ordinal, reference.parent[index], Content(*agreed)))
+    inputs_, final = digests.of_runs(runs, INPUTS), digests.of_runs(runs, FINAL)
+    return Bits(name, len(runs), tuple(calls), inputs_, final, parameters)
+
+
+def _keys(run: RunColumns) -> list[tuple[int, int]]:
+    seen: Counter[int] = Counter()
+    keys = []
+    for module in run.module:
+        keys.append((module, seen[module]))
+        seen[module] += 1
+    return keys
+
+
+def _content(run: RunColumns, digests: _Digests) -> dict[tuple[int, int], Content]:
+    return {key: _content_at(run, index, digests) for index, key in enumerate(_keys(run))}
+
+
+def _content_at(run: RunColumns, index: int, digests: _Digests) -> Content:
+    return Content(*(digests.record(column[index]) for column in (run.args, run.state, run.out)))

@@ -1,0 +1,146 @@
+"""A small repository with a policy and two targets, as users have them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from detaudit import cli
+from detaudit.audit import audit
+from detaudit.core.errors import DetauditError
+from detaudit.gate.policy import TargetPolicy
+from detaudit.gate.recording import Recorded
+from detaudit.options import Options
+from detaudit.target import resolve
+
+ROOT = Path(__file__).parents[2]
+
+STABLE = """
+import torch
+from torch import nn
+
+def build_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+def make_inputs():
+    return torch.ones(2, 8)
+"""
+
+TWO_LAYERS = """
+import torch
+from torch import nn
+from tests.support import Stack
+
+def build_model():
+    torch.set_num_threads(4)
+    torch.manual_seed(0)
+    return Stack(racing={racing})
+
+def make_inputs():
+    return torch.randn({tokens}, 512, generator=torch.Generator().manual_seed(1))
+"""
+
+POLICY = """
+[project]
+name = "engine"
+
+[tool.detaudit]
+targets = ["head.py", "serving/experts.py"]
+runs = 3
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Repository:
+    """``head.py`` is stable; ``serving/experts.py`` has layers of which those in ``racing`` race."""
+
+    def __init__(self, folder: Path, *, racing: tuple[int, ...] = (), policy: str = POLICY) -> None:
+        self.folder = folder
+        (folder / "serving").mkdir()
+        self.write("pyproject.toml", policy)
+        self.write("head.py", STABLE)
+        self.write("serving/experts.py", TWO_LAYERS.format(racing=racing, tokens=1024 if racing else 8))
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        text = (self.folder / name).read_text()
+        assert old in text
+        self.write(name, text.replace(old, new))
+
+    def files(self) -> list[str]:
+        found = (p.relative_to(self.folder) for p in self.folder.rglob("*") if p.is_file())
+        return sorted(str(path) for path in found if "__pycache__" not in path.parts)
+
+    def gate(self, *arguments: str, **env: str) -> Done:
+        """``detaudit gate`` in this process, its audits too: seconds instead of minutes."""
+        with mock.patch("detaudit.gate.gate.record", record_here):
+            return self.detaudit("gate", *arguments, **env)
+
+    def gate_process(self, *arguments: str) -> Done:
+        """``detaudit gate`` as users start it: in a process of its own, as is each audit."""
+        command = [sys.executable, "-m", "detaudit", "gate", *arguments]
+        environment = {**_environment(), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=180
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def detaudit(self, *arguments: str, **env: str) -> Done:
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            contextlib.chdir(self.folder),
+            mock.patch.dict(os.environ, {**_environment(), **env}, clear=True),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            code = cli.run(arguments)
+        return Done(code, out.getvalue(), err.getvalue())
+
+
+def record_here(target: TargetPolicy, path: Path, trace: Path, limit: float | None) -> Recorded:
+    """``detaudit.gate.recording.record`` without a process of its own, and without a time limit."""
+    options = Options(
+        runs=target.runs, only=target.only, exclude=target.exclude, history=False, confirm=False
+    )
+    loaded, threads = set(sys.modules), torch.get_num_threads()
+    try:
+        audit(resolve(str(path), script=target.script, argv=target.args), options, trace)
+    except DetauditError as error:
+        return Recorded(0.1, str(error), getattr(error, "frames", ""), error.exit_code)
+    finally:
+        torch.set_num_threads(threads)
+        for name in set(sys.modules) - loaded:  # an edited target must be imported anew
+            if Path(getattr(sys.modules[name], "__file__", None) or "").is_relative_to(path.parent):
+                del sys.modules[name]
+    return Recorded(0.1)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("GITHUB_")}
+
+
+def one_line(done: Done) -> str:
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("detaudit: ")
+    return lines[0]
