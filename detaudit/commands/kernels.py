@@ -41,6 +41,9 @@ class Request:
     top_k: int | None
     runs: int
     sweep: tuple[str, ...]
+    static: bool
+    sm: str | None
+    limit: int
 
 
 @click.command()
@@ -55,6 +58,17 @@ class Request:
     "--runs", type=click.IntRange(min=1), default=300, show_default=True, help="Comparisons per variant."
 )
 @click.option("--sweep", multiple=True, metavar="SET", help="Add a set of variants, such as tactics.")
+@click.option(
+    "--static", is_flag=True, help="Build FlashInfer's kernels for --sm and scan them; needs no GPU."
+)
+@click.option("--sm", metavar="NUMBER", help="Architecture for --static, such as 120.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Pairs of kernels for --static, a minute or two each.",
+)
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the results to this file too."
 )
@@ -71,17 +85,25 @@ def command(json_path: Path | None, **options: object) -> int:
       3  nothing was decided: vacuous control, not reproduced, unsupported, or settings that may still
          take the racy kernel
 
+    With --static nothing runs: a few GEMM2 kernels of the installed FlashInfer are compiled for an
+    architecture that need not be here, each with the fused finalize (FINALIZE) and without (NONE), and
+    their machine code is scanned. It ends with 0 if no NONE kernel can accumulate in an unordered way,
+    else with 1.
+
     \b
     Example:
       detaudit kernels moe.detaudit.d/case-0
       detaudit kernels --shape qwen3-30b-a3b --dtype bf16 --tokens 1,64,1024 --sweep tactics
       detaudit kernels --shape 16,8,512,256 --backend reference
+      detaudit kernels --static --sm 120 --dtype nvfp4
     """
     from detaudit.kernels.outcomes import exit_code
     from detaudit.reporters.terminal import render_kernels
 
     request = Request(**options)  # type: ignore[arg-type]
     _check(request)
+    if request.static:
+        return _static(request, json_path)
     reports = list(_reports(request))
     code = exit_code(reports)
     render_kernels(reports, sys.stdout or io.StringIO())
@@ -93,7 +115,29 @@ def command(json_path: Path | None, **options: object) -> int:
     return code
 
 
+def _static(request: Request, json_path: Path | None) -> int:
+    from detaudit.reporters.progress import progress
+    from detaudit.reporters.scan_terminal import render_scan
+    from detaudit.scan.static_build import static_scan
+
+    with progress(2 * request.limit, "compiling") as bar:
+        report = static_scan(request.sm or "", request.dtype or DTYPES[0], request.limit, bar.advance)
+    render_scan(report, sys.stdout or io.StringIO(), everything=True)
+    if json_path is not None:
+        from detaudit.core.files import write_text
+
+        write_text(json_path, json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
+        click.echo(f"Wrote {json_path}", err=True)
+    return int(any(kernel.suspect for kernel in report.kernels if kernel.finalize != "FINALIZE"))
+
+
 def _check(request: Request) -> None:
+    if request.static:
+        if request.case or request.shape or request.sm is None:
+            raise UsageError("--static takes --sm NUMBER, and no CASE or --shape; such as --static --sm 120")
+        return
+    if request.sm is not None:
+        raise UsageError("--sm goes with --static; without it kernels run on the GPU that is here")
     if (request.case is None) == (request.shape is None):
         raise UsageError("give either a CASE folder or --shape; see 'detaudit kernels --help'")
     synthetic = {"--dtype": request.dtype, "--tokens": request.tokens, "--routing": request.routing}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -30,6 +29,8 @@ class Request:
     archs: tuple[str, ...]
     kernels: tuple[str, ...]
     against: Path | None
+    target: str | None
+    audit: Path | None
     format_: str
     output: Path | None
     everything: bool
@@ -68,6 +69,18 @@ class Request:
     help="Compare with the suspects of a lock file, or of an earlier scan in JSON.",
 )
 @click.option(
+    "--run",
+    "target",
+    metavar="TARGET",
+    help="Run this target once on the GPU and scan what its modules launch.",
+)
+@click.option(
+    "--audit",
+    type=click.Path(path_type=Path),
+    metavar="TRACE",
+    help="With --run: the trace of an audit, whose origins are looked at first.",
+)
+@click.option(
     "--format",
     "format_",
     type=click.Choice(FORMATS),
@@ -93,6 +106,9 @@ def command(**options: object) -> int:
     cache. Of every kernel it says whether it can accumulate floating-point values in the order in which
     threads arrive. No GPU is needed, only NVIDIA's disassembler: pip install 'detaudit[scan]'.
 
+    With --run the target is run on the GPU, and each module is told what the kernels that it launched can
+    do: an origin without a suspect points at a race or at memory, a suspect elsewhere is a risk.
+
     \b
     Ends with
       0  it could scan; with --against also: no new suspects
@@ -106,25 +122,69 @@ def command(**options: object) -> int:
       detaudit scan --package torch --sm 90 --kernel '*index*'
       detaudit scan --package flashinfer --format json --output suspects.json
       detaudit scan --package flashinfer --against suspects.json
+      detaudit scan --run model.py --audit model.detaudit
     """
     request = Request(**options)  # type: ignore[arg-type]
-    if not request.paths and not request.packages:
-        raise UsageError("give a PATH or --package NAME; see 'detaudit scan --help'")
+    _check(request)
+    if request.target is not None:
+        return _launched(request, request.target)
     new_against = _lock(request.against) if request.against else None
-    report = _matching(_scanned(request), request.kernels)
+    report = _scanned(request)
     new: Sequence[KernelScan] | None = None
     if new_against is not None:
         from detaudit.scan.suspects import new_suspects
 
         new = new_suspects(report, new_against)
-    _show(request, report, new)
+    _write(request, lambda stream: _render(request, report, new, stream))
     return _code(request, report, new)
+
+
+def _check(request: Request) -> None:
+    if request.target is not None:
+        if request.paths or request.packages or request.against or request.format_ == "sarif":
+            raise UsageError(
+                "--run scans what the target loads; leave PATH, --package, --against and sarif out"
+            )
+    elif request.audit is not None:
+        raise UsageError("--audit goes with --run TARGET; see 'detaudit scan --help'")
+    elif not request.paths and not request.packages:
+        raise UsageError("give a PATH, --package NAME or --run TARGET; see 'detaudit scan --help'")
+
+
+def _launched(request: Request, target: str) -> int:
+    from detaudit.launched import launched_by
+    from detaudit.reporters.progress import progress
+    from detaudit.target import resolve
+
+    origins = _origins(request.audit) if request.audit else None
+    with progress(None, "preparing") as bar:
+        report = launched_by(resolve(target), origins, bar, request.jobs)
+    if request.format_ == "json":
+        _write(request, lambda stream: _json(report.to_json(), stream))
+    else:
+        from detaudit.reporters.scan_launches import render_launches
+
+        _write(request, lambda stream: render_launches(report, stream, everything=request.everything))
+    found = any(module.suspects for module in report.modules)
+    return EXIT_NONDETERMINISTIC if request.exit_code and found else 0
+
+
+def _origins(path: Path) -> tuple[str, ...]:
+    from detaudit.core.records import Report
+    from detaudit.trace import open_trace
+
+    with open_trace(path) as trace:
+        stored = trace.report()
+    if stored is None:
+        raise TraceUnreadable(f"{path} holds no analysis; finish the audit, or run 'detaudit report' on it")
+    return tuple(origin.module for origin in Report.from_json(stored).origins)
 
 
 def _scanned(request: Request) -> ScanReport:
     from detaudit.reporters.progress import progress
     from detaudit.scan.cache import cache_folder
     from detaudit.scan.scanner import Settings, plan, scan
+    from detaudit.scan.selection import Selection
     from detaudit.scan.sources import files_of
     from detaudit.scan.tools import find_tools
 
@@ -132,22 +192,12 @@ def _scanned(request: Request) -> ScanReport:
     work = plan(files_of(request.paths, request.packages))
     settings = Settings(
         tuple(arch.removeprefix("sm_") for arch in request.archs),
+        Selection(request.kernels),
         request.jobs,
         None if request.no_cache else cache_folder(),
     )
     with progress(len(work.images), "disassembling") as bar:
         return scan(work, tools, settings, bar.advance)
-
-
-def _matching(report: ScanReport, patterns: Sequence[str]) -> ScanReport:
-    if not patterns:
-        return report
-    kept = [
-        kernel
-        for kernel in report.kernels
-        if any(fnmatchcase(name, glob) for glob in patterns for name in (kernel.name, kernel.short))
-    ]
-    return replace(report, kernels=tuple(kept))
 
 
 def _lock(path: Path) -> dict[str, object]:
@@ -164,16 +214,21 @@ def _lock(path: Path) -> dict[str, object]:
     return lock
 
 
-def _show(request: Request, report: ScanReport, new: Sequence[KernelScan] | None) -> None:
+def _write(request: Request, render: Callable[[IO[str]], None]) -> None:
+    """Render to the terminal, or to the file asked for."""
     if request.output is None:
-        _render(request, report, new, sys.stdout or io.StringIO())
+        render(sys.stdout or io.StringIO())
         return
     from detaudit.core.files import write_text
 
     text = io.StringIO()
-    _render(request, report, new, text)
+    render(text)
     write_text(request.output, text.getvalue())
     click.echo(f"Wrote {request.output}", err=True)
+
+
+def _json(data: Mapping[str, object], stream: IO[str]) -> None:
+    stream.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 def _render(request: Request, report: ScanReport, new: Sequence[KernelScan] | None, stream: IO[str]) -> None:
@@ -181,7 +236,7 @@ def _render(request: Request, report: ScanReport, new: Sequence[KernelScan] | No
         data = report.to_json()
         if new is not None:
             data["new_suspects"] = [kernel.name for kernel in new]
-        stream.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+        _json(data, stream)
     elif request.format_ == "sarif":
         from detaudit.reporters.scan_sarif import render_sarif
 

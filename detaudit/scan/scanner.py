@@ -15,6 +15,7 @@ from detaudit.scan.cache import Cache
 from detaudit.scan.containers import Image, images
 from detaudit.scan.functions import Function, functions
 from detaudit.scan.names import demangle, finalize_of, shorten
+from detaudit.scan.selection import EVERYTHING, Selection, functions_in
 from detaudit.scan.tools import NotDisassembled, Tools, disassembly, extract
 
 
@@ -33,11 +34,13 @@ class Settings:
 
     Args:
         archs: architectures to look at (``90`` also means ``90a`` and ``90f``); all if empty.
+        selection: which kernels to look at.
         jobs: images at a time; 0 takes one per CPU this process may use.
         cache: folder of earlier results, or None for none.
     """
 
     archs: tuple[str, ...] = ()
+    selection: Selection = EVERYTHING
     jobs: int = 0
     cache: Path | None = None
 
@@ -81,7 +84,7 @@ def scan(
     Args:
         advance: called in this thread whenever an image is done.
     """
-    salt = "|".join((*tools.versions, *sorted(settings.archs)))
+    salt = "|".join((*tools.versions, *sorted(settings.archs), settings.selection.salt))
     worker = _Worker(tools, settings, Cache(settings.cache, salt))
     results: dict[int, _Result] = {}
     with ThreadPoolExecutor(settings.workers, "scan") as pool:
@@ -129,8 +132,14 @@ class _Worker:
             cubins = extract(self._tools, path) if image.kind == "fatbin" else [(path, "unknown")]
             for cubin, arch in cubins:
                 if arch == "unknown" or self._settings.wants(arch):
-                    yield from self._disassembled(cubin, arch)
+                    yield from self._chosen(cubin, arch)
                 cubin.unlink()
+
+    def _chosen(self, cubin: Path, arch: str) -> list[Function]:
+        if self._settings.selection.everything:
+            return self._disassembled(cubin, arch)
+        chosen = self._settings.selection.chosen(functions_in(cubin))
+        return [found for found in self._disassembled(cubin, arch) if found.name in chosen] if chosen else []
 
     def _disassembled(self, cubin: Path, arch: str) -> list[Function]:
         """Functions by the first nvdisasm that knows the architecture.
@@ -170,7 +179,7 @@ def _problem(problems: Counter[str], results: Sequence[_Result], settings: Setti
     if problems:
         said, _ = problems.most_common(1)[0]
         return f"{problems.total():,} of {len(results):,} images not read: {said}"
-    if any(result.functions for result in results):
+    if any(result.functions for result in results) or not settings.selection.everything:
         return None
     if settings.archs:
         return f"no machine code for SM {', '.join(settings.archs)}"

@@ -73,6 +73,11 @@ def _folders() -> Iterator[Path]:
         yield from sorted(folder.glob("*/bin"), reverse=True)
 
 
+def package_path(name: str) -> Path | None:
+    """Folder of an installed package, which is not imported."""
+    return next(iter(_package(name)), None)
+
+
 def _package(name: str) -> list[Path]:
     """Folders of an installed package, which is not imported."""
     try:
