@@ -18,7 +18,7 @@ from detaudit.kernels.cases import Case
 from detaudit.kernels.confirm import all_backends, backend_for, confirm, unsupported_report
 from detaudit.kernels.flashinfer_cutlass import FlashInferCutlass
 from detaudit.options import Options
-from detaudit.progress import Progress
+from detaudit.progress import Counted, Progress
 
 CallKey = tuple[str, int]
 
@@ -78,7 +78,7 @@ def confirm_kernels(
     reports = confirm(
         cases,
         runs=options.kernel_runs,
-        progress=lambda what, done, total: progress.describe(f"{what}: {done} of {total}"),
+        progress=Counted(progress),
     )
     reports += _not_kept(tap.calls)
     return reports, [finding for kernel in reports for finding in _not_run(kernel, report)]

@@ -50,6 +50,7 @@ class ScriptAudit:
     def record(self) -> None:
         """Make the runs of the schedule, each in a process of its own."""
         schedule = self.options.schedule()
+        self.progress.begin("recording", len(schedule))
         for position, recorded in enumerate(schedule):
             self.progress.describe(f"run {position + 1} of {len(schedule)}")
             self._launch(position, recorded=recorded)

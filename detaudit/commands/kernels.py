@@ -216,11 +216,8 @@ def _options(request: Request, backend: Backend | None) -> Options:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
+    from detaudit.progress import Counted
     from detaudit.reporters.progress import progress
 
     with progress(None, "preparing") as bar:
-
-        def show(label: str, done: int, total: int) -> None:
-            bar.describe(f"{label}: {done:,} of {total:,} runs" if total else label)
-
-        yield show
+        yield Counted(bar)

@@ -52,6 +52,12 @@ class _Bar:
         self._timer.daemon = True
         self._timer.start()
 
+    def begin(self, description: str, total: int | None) -> None:
+        # Not reset(): a task once given a total cannot be made one of unknown length.
+        self._rich.remove_task(self._task)
+        self._task = self._rich.add_task(description, total=total)
+        self._guarded(self._rich.refresh)
+
     def advance(self, steps: int = 1) -> None:
         self._guarded(lambda: self._rich.update(self._task, advance=steps, refresh=True))
 

@@ -20,6 +20,10 @@ with progress(3, "auditing model.py") as bar:
         print("print of run", step)
         bar.describe(f"run {{step}}")
         bar.advance()
+    bar.begin("more work", 7)
+    bar.advance(5)
+    bar.begin("who knows", None)
+    bar.advance()
 print("stdout is itself:", sys.stdout is sys.__stdout__)
 """
 
@@ -53,6 +57,8 @@ def on_terminal(seconds: float, stdout: int | None = None) -> tuple[str, str]:
 def test_shown_after_a_second_and_apart_from_the_prints() -> None:
     shown, printed = on_terminal(0.6)
     assert "3/3" in shown
+    assert "5/7" in shown
+    assert "1/?" in shown
     assert "left" in shown
     assert "print of run" not in shown
     assert printed.splitlines() == [*(f"print of run {n}" for n in range(3)), "stdout is itself: True"]
