@@ -64,6 +64,7 @@ class FunctionAudit:
         A run that changes parameters ends the sequence: it begins again with the model rebuilt for every run.
         """
         session, schedule = self.session, self.options.schedule()
+        self.progress.begin("recording", len(schedule))
         self.writer.add_modules(session.recorder.modules())
         for position, recorded in enumerate(schedule):
             self.progress.describe(f"run {position + 1} of {len(schedule)}")
@@ -117,7 +118,7 @@ class FunctionAudit:
 
     def _survey(self) -> bool:
         """Look for generators that nobody put back; if a run uses one, record again with it put back."""
-        self.progress.describe("looking for private generators")
+        self.progress.begin("looking for private generators", None)
         seen: list[Survey] = []
         self.session.execute(recorded=False, around=_kept(survey(), seen))
         states = self.session.generators.with_survey(seen[0])
@@ -132,7 +133,7 @@ class FunctionAudit:
 
     def _examine(self, report: Report) -> dict[CallKey, Origin]:
         """The capture pass, for the origins and for those that show only once the others are held fixed."""
-        self.progress.describe("capturing the origins")
+        self.progress.begin("capturing the origins", None)
         origins = _to_capture(report)
         if not origins:
             return {}
@@ -155,6 +156,7 @@ class FunctionAudit:
 
     def _history(self) -> None:
         """The same sequence in two fresh processes, with this one's model out of the way."""
+        self.progress.begin("history control", len(HISTORY))
         rebuild = self.session.rebuild
         self.session.release()
         for number, condition in enumerate(HISTORY, 1):
