@@ -26,6 +26,7 @@ from detaudit.execution import Execution, Session
 from detaudit.hooks import generators
 from detaudit.hooks.capture import CapturedCall, copy_of
 from detaudit.hooks.observe import observe
+from detaudit.hooks.operator_inputs import OperatorInputs
 from detaudit.hooks.operators import OperatorDifference, OperatorTap, first_differing, within
 from detaudit.hooks.tree import flatten
 from detaudit.mechanisms import mechanism
@@ -82,6 +83,8 @@ class CapturePass:
         self.attempts = attempts
         self.advance = advance
         self.keys = [(origin.module, origin.call) for origin in origins]
+        self.operators: list[tuple[Origin, OperatorInputs]] = []
+        self._budget = session.options.capture_bytes
         self.reference = self._run(capture=self.keys)
         self.held = self._hold()
 
@@ -104,6 +107,7 @@ class CapturePass:
                 looked_at = replace(
                     looked_at, operator=operator.operator, mechanism=mechanism(operator.operator)
                 )
+                self._keep_operator(origin, operator)
             examined.append(looked_at)
             findings += _noticed(origin.module, numbers, operator)
         return tuple(examined), findings
@@ -152,6 +156,19 @@ class CapturePass:
             if found is not None:
                 return found
         return None
+
+    def _keep_operator(self, origin: Origin, operator: OperatorDifference) -> None:
+        """Once more, with copies of what that operator is handed: it can then be repeated alone."""
+        inputs = OperatorInputs(
+            within(self.session.recorder.current_call, [origin.module]),
+            (operator.module, operator.call),
+            operator.index,
+            operator.operator,
+            self._budget,
+        )
+        self._run(around=inputs, substitute=self._fixed(but=(origin.module, origin.call)))
+        self._budget -= inputs.bytes
+        self.operators.append((origin, inputs))
 
     def _hold(self) -> list[Execution]:
         """Runs with the outputs of all origins held fixed; none if one of them could not be kept."""

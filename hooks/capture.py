@@ -56,7 +56,7 @@ class Captures:
             call.output = None if kept is None else kept[0]
 
     def _copy(self, value: tuple[Any, ...], call: CapturedCall, what: str) -> tuple[Any, ...] | None:
-        size = _bytes_held(value)
+        size = bytes_held(value)
         with self._lock:
             if size > self._left:
                 call.reason = (
@@ -74,7 +74,8 @@ def copy_of(value: Any) -> Any:
     return InputCopies(value).value
 
 
-def _bytes_held(value: object) -> int:
+def bytes_held(value: object) -> int:
+    """Bytes that a copy of the tensors reachable in ``value`` takes: whole storages, each counted once."""
     storages: dict[int, int] = {}
     for _, item in reachable("value", value):
         if isinstance(item, Tensor):
