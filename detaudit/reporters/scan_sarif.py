@@ -17,7 +17,7 @@ from detaudit import __version__
 from detaudit.core.scans import KernelScan, Meaning, ScanReport
 from detaudit.reporters.scan_wording import CAVEAT, EXPLAINED, atomics_text
 
-SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 RULES: Mapping[Meaning, tuple[str, str, str]] = {
     "can accumulate in an unordered way": ("unordered-accumulation", "UnorderedAccumulation", "warning"),
     "holds an atomic instruction that is not understood": ("unknown-atomic", "UnknownAtomic", "warning"),

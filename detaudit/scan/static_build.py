@@ -294,6 +294,7 @@ def build(
         Unsupported: nvcc failed; says how.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    version(toolchain.nvcc)  # asked once, not by every thread
     with ThreadPoolExecutor(jobs or _jobs(), "nvcc") as pool:
         futures = {pool.submit(_compile, toolchain, sm, kernel, folder): kernel for kernel in kernels}
         built: dict[Kernel, Path] = {}
