@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -85,21 +84,14 @@ def confirm_kernels(
 
 
 def _as_tuned_now(case: Case) -> Case:
-    """The case with what decides which tactics its call takes: it was made in this process just now."""
-    facts: dict[str, object] = {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-    }
+    """A FlashInfer case with the tactics its call takes: this process is tuned as it was for the call."""
     backend = backend_for(case, all_backends())
-    if isinstance(backend, FlashInferCutlass) and case.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(case.device)
-        facts |= {"sm": 10 * major + minor, "gpu": torch.cuda.get_device_name(case.device)}
-        with_facts = dataclasses.replace(case, context={**case.context, **facts})
-        try:
-            chosen = backend.tactics_in_use(with_facts)
-        except Exception:  # whatever FlashInfer objects to is shown when the case is rerun
-            return with_facts
-        facts["tactics"] = [chosen.gemm1, chosen.gemm2]
-    return dataclasses.replace(case, context={**case.context, **facts})
+    if not isinstance(backend, FlashInferCutlass):
+        return case
+    try:
+        return backend.noted(case)
+    except Exception:  # whatever FlashInfer objects to is shown when the case is rerun
+        return case
 
 
 def _is_kept(call: KernelCall) -> bool:

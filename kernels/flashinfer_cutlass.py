@@ -108,8 +108,20 @@ class FlashInferCutlass:
         found = self._here(weights_asked(wanted))
         return found if isinstance(found, Unavailable) else synthetic_case(wanted, found.device)
 
+    def noted(self, case: Case) -> Case:
+        """A case captured in this process just now, with what decides which tactics its call takes.
+
+        ``context`` gets ``tactics`` (those its call would take; nothing is launched), ``sm`` and
+        ``deterministic_algorithms``.
+        """
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        context = {**case.context, "deterministic_algorithms": deterministic, "sm": _sm(case.device)}
+        noted = replace(case, context=context)
+        chosen = self.tactics_in_use(noted)
+        return replace(noted, context={**context, "tactics": [chosen.gemm1, chosen.gemm2]})
+
     def tactics_in_use(self, case: Case) -> Tactics:
-        """The tactics the case's own call would take as this process is tuned now; nothing is launched."""
+        """The tactics the case's own call would take as this process is tuned now."""
         launch = call.MoeCall(self.library, case, fused=self._own_finalize(case))
         return tactics.in_use(launch)
 

@@ -159,10 +159,11 @@ def test_tuning_a_variant_leaves_the_cache_of_the_process_alone(backend: FlashIn
     from flashinfer.autotuner import AutoTuner
 
     case = tiny_case(tokens=8)
-    before = AutoTuner.get()
+    assert backend.tactics_in_use(case) == Tactics()
+    before = AutoTuner._instance
     variants = named(confirm_with(backend, case, runs=2))
     assert variants["fused, autotuned"].tactic == f"gemm1 0, gemm2 {FASTEST}"
-    assert AutoTuner.get() is before
+    assert AutoTuner._instance is before
     assert not before.profiling_cache
     assert backend.tactics_in_use(case) == Tactics()
 
