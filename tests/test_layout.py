@@ -84,17 +84,17 @@ def test_dependencies_point_one_way(module: str) -> None:
 
 
 def test_the_rules_themselves() -> None:
-    assert allowed("detaudit.commands.run", "detaudit.audit")
-    assert allowed("detaudit.audit", "detaudit.trace.writer")
-    assert allowed("detaudit.audit", "detaudit.progress")
-    assert allowed("detaudit.audit", "detaudit.execution")
+    assert allowed("detaudit.commands.run", "detaudit.auditing")
+    assert allowed("detaudit.auditing", "detaudit.trace.writer")
+    assert allowed("detaudit.auditing", "detaudit.progress")
+    assert allowed("detaudit.auditing", "detaudit.execution")
     for importer, imported in [
         ("detaudit.core.records", "detaudit.trace"),
         ("detaudit.hooks.tree", "detaudit.kernels.cases"),
         ("detaudit.compare.analysis", "detaudit.trace"),
         ("detaudit.reporters.terminal", "detaudit.compare"),
-        ("detaudit.audit", "detaudit.commands.run"),
-        ("detaudit.audit", "detaudit.reporters.progress"),
+        ("detaudit.auditing", "detaudit.commands.run"),
+        ("detaudit.auditing", "detaudit.reporters.progress"),
         ("detaudit.commands.run", "detaudit.cli"),
     ]:
         assert not allowed(importer, imported), (importer, imported)

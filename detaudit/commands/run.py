@@ -74,7 +74,7 @@ def command(
 
     Exit code: 0 no difference, 1 nondeterministic, 2 the audit could not be made, 3 inconclusive.
     """
-    from detaudit.audit import audit, default_trace
+    from detaudit.auditing import audit, default_trace
     from detaudit.core.files import write_text
     from detaudit.reporters import reporter
     from detaudit.reporters.progress import progress

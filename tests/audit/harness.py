@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from detaudit.audit import audit
+from detaudit.auditing import audit
 from detaudit.core.records import Report
 from detaudit.options import Options
 from detaudit.target import resolve

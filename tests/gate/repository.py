@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from detaudit import cli
-from detaudit.audit import audit
+from detaudit.auditing import audit
 from detaudit.core.errors import DetauditError
 from detaudit.gate.policy import TargetPolicy
 from detaudit.gate.recording import Recorded
