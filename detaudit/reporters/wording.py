@@ -233,7 +233,7 @@ def variant_cells(variant: VariantResult) -> tuple[list[str], list[str]]:
         differing(variant),
         upper_percent(variant.bound),
         _number(variant.max_ulp, ",d"),
-        _number(variant.rel_error, ".2g"),
+        _number(variant.rel_error, ".3g"),
         _number(variant.median_ms, ".4f"),
         "-" if variant.ratio is None else f"{variant.ratio:.2f}x",
     ]
