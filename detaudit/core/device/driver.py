@@ -36,6 +36,8 @@ def _libcuda() -> ctypes.CDLL:
         raise DeviceUnavailable(f"the CUDA driver cannot be loaded ({error})") from error
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     cuda.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
+    cuda.cuStreamGetCaptureInfo_v2.argtypes = [pointer, *[pointer] * 5]
+    cuda.cuGraphGetNodes.argtypes = [pointer, pointer, pointer]
     cuda.cuEventRecord.argtypes = [pointer, pointer]
     cuda.cuStreamWaitEvent.argtypes = [pointer, pointer, number]
     return cuda
@@ -166,6 +168,17 @@ class Kernel:
 def copy_on_device(destination: int, source: int, size: int, stream: int) -> None:
     """Queue a copy between device addresses on a raw stream."""
     _checked(_libcuda().cuMemcpyDtoDAsync_v2(destination, source, size, stream), "cuMemcpyDtoDAsync")
+
+
+def capture_position(stream: int) -> tuple[int | None, int]:
+    """The graph that is being captured on a raw stream, and how many nodes it has so far, on all streams."""
+    status, graph, nodes = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
+    result = _libcuda().cuStreamGetCaptureInfo_v2(
+        stream, ctypes.byref(status), None, ctypes.byref(graph), None, None
+    )
+    _checked(result, "cuStreamGetCaptureInfo")
+    _checked(_libcuda().cuGraphGetNodes(graph, None, ctypes.byref(nodes)), "cuGraphGetNodes")
+    return graph.value, nodes.value
 
 
 class StreamEvent:

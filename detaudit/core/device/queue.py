@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from detaudit.core.device import plan as plans
-from detaudit.core.device.driver import Kernel, StreamEvent, copy_on_device, cubin
+from detaudit.core.device.driver import Kernel, StreamEvent, capture_position, copy_on_device, cubin
 from detaudit.core.device.plan import Kind, Plan
 from detaudit.core.device.ring import Fill, Ring, RingTooSmall, Segment, new_segment
 from detaudit.core.digest import NotObservable, Pending, as_words, dtype_name, unseen, value_of
@@ -203,13 +203,20 @@ class DeviceQueue:
 
 
 class GraphSlots:
-    """The digests of one captured graph: every replay writes them to the same slots."""
+    """The digests of one captured graph: every replay writes them to the same slots.
+
+    A tensor that was digested a moment ago is not digested again: where the graph has got no node in between
+    (kernels of any library would be nodes), no replay can find other bytes there. Without a graph nothing
+    tells of such kernels, so that eager digests are all computed.
+    """
 
     def __init__(self, queue: DeviceQueue) -> None:
         self.device = queue.index
         self._queue = queue
         self._digests: list[tuple[Plan, int, int]] = []
         self._ranges: list[tuple[Segment, int, int]] = []
+        self._position: tuple[int | None, int] | None = None
+        self._known: dict[tuple[int, int], tuple[int, Plan]] = {}
         self._last_stream = 0
         self._taken: StreamEvent | None = None
 
@@ -218,6 +225,17 @@ class GraphSlots:
 
     def capture(self, planned: Sequence[Planned], stream: int) -> list[Pending]:
         """Make digests part of the graph that is being captured on a raw stream."""
+        if capture_position(stream) != self._position:
+            self._known.clear()
+        keys = [(tensor.data_ptr(), id(plan)) for plan, tensor in planned]
+        fresh = {key: item for key, item in zip(keys, planned, strict=True) if key not in self._known}
+        if fresh:
+            self._add(fresh, stream)
+            self._position = capture_position(stream)
+        return [CapturedPending(self._known[key][0]) for key in keys]
+
+    def _add(self, fresh: dict[tuple[int, int], Planned], stream: int) -> None:
+        planned = list(fresh.values())
         size = sum(plan.slot_bytes for plan, _ in planned)
         segment, offset = self._queue.reserve_slot(size)
         self._queue.launch(planned, segment.address + offset, stream)
@@ -225,12 +243,11 @@ class GraphSlots:
             self._ranges[-1] = (segment, self._ranges[-1][1], offset + size)
         else:
             self._ranges.append((segment, offset, offset + size))
-        first = len(self)
-        for plan, tensor in planned:
+        for key, (plan, tensor) in fresh.items():
             self._queue.keep(tensor, stream)
+            self._known[key] = len(self), plan
             self._digests.append((plan, len(self._ranges) - 1, offset - self._ranges[-1][1]))
             offset += plan.slot_bytes
-        return [CapturedPending(index) for index in range(first, len(self))]
 
     def before_replay(self) -> None:
         """A replay is about to be queued on the current stream, whether or not its digests are wanted.
