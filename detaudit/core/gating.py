@@ -59,7 +59,7 @@ ChangeKind = Literal["outputs", "parameters", "state", "inputs", "calls", "final
 _KINDS: dict[ChangeKind, str] = {
     "outputs": "other outputs for equal inputs",
     "parameters": "other outputs for equal inputs, and its parameters are other ones",
-    "state": "other outputs for equal inputs, and its buffers or attributes are other ones",
+    "state": "other outputs for equal inputs, and its buffers, attributes or generators are other ones",
     "inputs": "the first that differs, and so do its inputs: what changed lies between recorded calls",
     "calls": "called on one side only",
 }
@@ -71,10 +71,10 @@ class Change:
 
     Args:
         module, cls, call: which one; the root's path is empty. ``cls`` is empty where it is not known.
-        kind: ``outputs``: equal arguments, other outputs; ``parameters`` or ``state``: so too, and parameters
-            of the module, or its buffers or attributes, differ; ``inputs``: no call has equal arguments and
-            other outputs, and this is the first that differs at all; ``calls``: one side lacks this call;
-            ``final``: only the final output differs.
+        kind: ``outputs``: equal arguments, other outputs; ``parameters``: so too, and parameters of the module
+            differ; ``state``: so too, and its buffers or attributes, or the generator states on entry, do;
+            ``inputs``: no call has equal arguments and other outputs, and this is the first that differs at
+            all; ``calls``: one side lacks this call; ``final``: only the final output differs.
         modules: how many modules differ in all, what follows from the first included.
     """
 

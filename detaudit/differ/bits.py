@@ -20,13 +20,18 @@ VARIES = "varies"
 """In place of a digest: the runs of the trace do not agree."""
 ABSENT = "absent"
 PARAMETERS = "parameters.before"
+GENERATOR = "rng."
 DIGEST_BYTES = 8
 Key = tuple[str, int]
 """(module path, ordinal of the call)."""
 
 
 class Content(NamedTuple):
-    """Digests of what went into a call, of the module's own state on entry, and of what came out."""
+    """Digests of what was passed to a call, of what it found on entry, and of what came out.
+
+    What it found: the module's buffers and attributes, and generator states. These stand apart from the
+    arguments, since few modules draw numbers, and attributes change from version to version.
+    """
 
     args: str
     state: str
@@ -35,11 +40,7 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallBits:
-    """One call. ``parent`` is an index into ``Bits.calls`` or -1; digests are 16 hex digits or ``VARIES``.
-
-    The module's own state (buffers, attributes) stands apart from its arguments: what an attribute is called
-    changes from version to version.
-    """
+    """One call. ``parent`` is an index into ``Bits.calls`` or -1; digests are 16 hex digits or ``VARIES``."""
 
     module: str
     cls: str
@@ -94,11 +95,19 @@ class _Digests:
 
     def __init__(self, view: TraceView) -> None:
         self._view = view
-        self.record: Callable[[int], str] = cache(self._record)
+        self.record: Callable[[int], str] = cache(lambda record: digest(self._lines(record)))
+        self.passed: Callable[[int], str] = cache(lambda args: digest(self._lines(args, (False,))))
+        self.found: Callable[[int, int], str] = cache(
+            lambda args, state: digest([*self._lines(args, (True,)), *self._lines(state)])
+        )
 
-    def _record(self, record_id: int) -> str:
+    def _lines(self, record_id: int, generators: tuple[bool, ...] = (True, False)) -> list[bytes]:
         view = self._view
-        return digest(line(site, view.value(value)) for site, value in view.record(record_id))
+        return [
+            line(site, view.value(value))
+            for site, value in view.record(record_id)
+            if site.startswith(GENERATOR) in generators
+        ]
 
     def parameters(self, runs: Sequence[RunColumns]) -> dict[str, str]:
         """By the path of the module that owns them; from the first run that has them."""
@@ -158,4 +167,5 @@ def _content(run: RunColumns, digests: _Digests) -> dict[tuple[int, int], Conten
 
 
 def _content_at(run: RunColumns, index: int, digests: _Digests) -> Content:
-    return Content(*(digests.record(column[index]) for column in (run.args, run.state, run.out)))
+    args, state, out = run.args[index], run.state[index], run.out[index]
+    return Content(digests.passed(args), digests.found(args, state), digests.record(out))

@@ -116,22 +116,30 @@ class Repository:
             code = cli.run(arguments)
         return Done(code, out.getvalue(), err.getvalue())
 
+    def forget(self) -> None:
+        """Targets are imported once a process; one that was edited must be imported anew."""
+        forget(self.folder)
+
+
+def forget(folder: Path) -> None:
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "").is_relative_to(folder):
+            del sys.modules[name]
+
 
 def record_here(target: TargetPolicy, path: Path, trace: Path, limit: float | None) -> Recorded:
     """``detaudit.gate.recording.record`` without a process of its own, and without a time limit."""
     options = Options(
         runs=target.runs, only=target.only, exclude=target.exclude, history=False, confirm=False
     )
-    loaded, threads = set(sys.modules), torch.get_num_threads()
+    threads = torch.get_num_threads()
     try:
         audit(resolve(str(path), script=target.script, argv=target.args), options, trace)
     except DetauditError as error:
         return Recorded(0.1, str(error), getattr(error, "frames", ""), error.exit_code)
     finally:
         torch.set_num_threads(threads)
-        for name in set(sys.modules) - loaded:  # an edited target must be imported anew
-            if Path(getattr(sys.modules[name], "__file__", None) or "").is_relative_to(path.parent):
-                del sys.modules[name]
+        forget(path.parent)
     return Recorded(0.1)
 
 
