@@ -129,7 +129,11 @@ class _Worker:
             path = Path(folder) / f"image.{image.kind}"
             with path.open("wb") as file:
                 file.writelines(image.chunks())
-            cubins = extract(self._tools, path) if image.kind == "fatbin" else [(path, "unknown")]
+            cubins = (
+                extract(self._tools, path, self._settings.archs)
+                if image.kind == "fatbin"
+                else [(path, "unknown")]
+            )
             for cubin, arch in cubins:
                 if arch == "unknown" or self._settings.wants(arch):
                     yield from self._chosen(cubin, arch)

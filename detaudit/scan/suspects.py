@@ -14,7 +14,8 @@ Identity = tuple[str, str, tuple[str, ...]]
 def lock_suspects(scan: ScanReport) -> list[dict[str, Any]]:
     """What a lock file keeps of a scan, JSON-compatible: each suspect with what it accumulates, sorted.
 
-    Files are left out, since a library may be installed elsewhere on the next machine.
+    Files are left out, since a library may be installed elsewhere on the next machine, and so is the suffix
+    of ``sm_90a``, which older disassemblers do not tell.
     """
     kept = {_identity(kernel): kernel.short for kernel in scan.suspects}
     return [
@@ -52,7 +53,11 @@ def _identity(kernel: KernelScan) -> Identity:
         for atomic in kernel.atomics
         if atomic.category == "accumulation"
     }
-    return kernel.name, kernel.arch, tuple(sorted(ways))
+    return kernel.name, _plain(kernel.arch), tuple(sorted(ways))
+
+
+def _plain(arch: str) -> str:
+    return arch.rstrip("af")
 
 
 def _locked(lock: Mapping[str, Any]) -> Iterable[Identity]:
@@ -62,7 +67,10 @@ def _locked(lock: Mapping[str, Any]) -> Iterable[Identity]:
     if not isinstance(suspects, Sequence) or isinstance(suspects, str):
         raise TraceUnreadable("the lock holds no list of suspects; write one with 'detaudit scan'")
     try:
-        return [(str(s["kernel"]), str(s["arch"]), tuple(map(str, s["accumulates"]))) for s in suspects]
+        return [
+            (str(item["kernel"]), _plain(str(item["arch"])), tuple(map(str, item["accumulates"])))
+            for item in suspects
+        ]
     except (KeyError, TypeError) as error:
         raise TraceUnreadable(
             f"the lock's list of suspects is damaged ({error!r}); write it again"

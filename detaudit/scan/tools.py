@@ -98,20 +98,25 @@ def version(tool: Path) -> str:
     return match[1] if match else "unknown"
 
 
-def extract(tools: Tools, fatbin: Path) -> list[tuple[Path, str]]:
+def extract(tools: Tools, fatbin: Path, archs: Sequence[str] = ()) -> list[tuple[Path, str]]:
     """Cubins of a fatbin with their architectures, written beside it; none if it holds PTX only.
+
+    Args:
+        archs: numbers such as ``90``, of which also ``90a`` and ``90f`` are taken; all if empty.
 
     Raises:
         NotDisassembled: no cuobjdump could read it.
     """
+    # cuobjdump takes every cubin whose name contains the text, and names them FATBIN.INDEX.ARCH.cubin.
+    wanted = [f".sm_{number}" for number in dict.fromkeys(arch.rstrip("af") for arch in archs)] or ["all"]
     said = ""
     for tool in tools.cuobjdump:
-        done = _run([tool, "-xelf", "all", fatbin.name], fatbin.parent)
+        runs = [_run([tool, "-xelf", text, fatbin.name], fatbin.parent) for text in wanted]
         cubins = sorted(fatbin.parent.glob(f"{fatbin.stem}.*.cubin"))
-        # It also fails where there is nothing to extract, and says so.
-        if done.returncode == 0 or "does not contain" in done.stderr or "No ELF" in done.stderr:
+        failed = next((done for done in runs if done.returncode), None)
+        if failed is None:
             return [(path, _arch(path)) for path in cubins]
-        said = _last_line(done.stderr or done.stdout) or f"cuobjdump ended with {done.returncode}"
+        said = _last_line(failed.stderr or failed.stdout) or f"it ended with {failed.returncode}"
         for path in cubins:
             path.unlink()
     raise NotDisassembled(f"cuobjdump: {said}")

@@ -38,10 +38,10 @@ def test_the_same_scan_has_nothing_new_wherever_the_files_are() -> None:
 
 def test_a_lock_is_sorted_and_holds_suspects_only() -> None:
     assert lock(kernel("b", SHARED, ADD), kernel("a", ADD), kernel("quiet", TICKET))["suspects"] == [
-        {"kernel": "a", "arch": "sm_90a", "accumulates": ["add.bf16x8 global"], "short": "a"},
+        {"kernel": "a", "arch": "sm_90", "accumulates": ["add.bf16x8 global"], "short": "a"},
         {
             "kernel": "b",
-            "arch": "sm_90a",
+            "arch": "sm_90",
             "accumulates": ["add.bf16x8 global", "add.f32 shared"],
             "short": "b",
         },
@@ -53,6 +53,10 @@ def test_a_new_kernel_a_new_way_and_a_new_architecture_are_new() -> None:
     assert new(ScanReport((kernel("c", ADD),)), kept) == ["c"]
     assert new(ScanReport((kernel("a", ADD, SHARED),)), kept) == ["a"]
     assert new(ScanReport((kernel("a", ADD, arch="sm_120a"),)), kept) == ["a"]
+
+
+def test_the_suffix_that_older_disassemblers_leave_out_makes_nothing_new() -> None:
+    assert new(ScanReport((kernel("a", ADD, arch="sm_90"),)), lock(kernel("a", ADD, arch="sm_90a"))) == []
 
 
 def test_fewer_ways_and_fewer_suspects_are_not_new() -> None:
