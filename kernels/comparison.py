@@ -17,8 +17,8 @@ from torch import Tensor
 from detaudit.core.numbers import difference
 from detaudit.kernels.backend import Fill
 
-RING_BYTES = 32 << 20
-BATCH = 32
+RING_BYTES = 64 << 20
+BATCH = 64
 """Runs per synchronisation at most; fewer where so many outputs do not fit the ring."""
 
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

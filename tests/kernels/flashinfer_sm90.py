@@ -114,33 +114,41 @@ def _time(_self: object, _runner: object, _inputs: object, tactic: int, *_: obje
 
 
 @contextmanager
-def compiled(machine: Machine) -> Iterator[FlashInferCutlass]:
-    """The backend, on a CPU that FlashInfer takes for SM90 with ``machine`` as its compiled module."""
+def as_compiled(init: Callable[..., object], capability: tuple[int, int]) -> Iterator[pytest.MonkeyPatch]:
+    """FlashInfer on a CPU that it takes for a GPU of ``capability``; ``init`` makes the compiled runner."""
     core = pytest.importorskip("flashinfer.fused_moe.core", exc_type=ImportError)
-    tuner = pytest.importorskip("flashinfer.autotuner", exc_type=ImportError).AutoTuner
     module = SimpleNamespace(
         set_deepgemm_jit_include_dirs=lambda _dirs: None,
         interleave_moe_weights_for_sm90_mixed_gemm=None,
-        init=lambda *args: CompiledRunner(machine, args[7]),
+        init=init,
     )
     generated = SimpleNamespace(build_and_load=lambda: module)
     core.get_cutlass_fused_moe_module.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "gen_cutlass_fused_moe_sm90_module", lambda *_: generated)
-        patch.setattr(core, "get_compute_capability", lambda _device: (9, 0))
+        patch.setattr(
+            core, f"gen_cutlass_fused_moe_sm{capability[0]}{capability[1]}_module", lambda *_: generated
+        )
+        patch.setattr(core, "get_compute_capability", lambda _device: capability)
         patch.setattr(core, "device_support_pdl", lambda _device: True)
         patch.setattr(torch.cuda, "device", lambda _device: nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        yield patch
+    core.get_cutlass_fused_moe_module.cache_clear()
+
+
+@contextmanager
+def compiled(machine: Machine) -> Iterator[FlashInferCutlass]:
+    """The backend on an SM90 with ``machine`` as its compiled module."""
+    tuner = pytest.importorskip("flashinfer.autotuner", exc_type=ImportError).AutoTuner
+    with as_compiled(lambda *args: CompiledRunner(machine, args[7]), (9, 0)) as patch:
         patch.setattr(tuner, "_profile_single_kernel", _time)
         patch.setattr(tuner, "_instance", None)
         patch.setattr(flashinfer_cutlass, "_sm", lambda _device: 90)
         patch.setattr(FlashInferCutlass, "_here", lambda _self, _weights: Available(torch.device("cpu")))
         patch.setattr(flashinfer_graph, "kernel_names", machine.kernel_names)
         patch.setattr(flashinfer_graph, "Replay", lambda work: work)
-        patch.setattr(core, "cutlass_fused_moe_workspace_size", lambda *_, **__: 1000, raising=False)
         patch.setattr("flashinfer.fused_moe.cutlass_fused_moe_workspace_size", lambda **_: 1000)
         yield FlashInferCutlass()
-    core.get_cutlass_fused_moe_module.cache_clear()
 
 
 def tiny_case(tokens: int = 6, dtype: str = "bf16", shape: Shape = SHAPE) -> Case:

@@ -164,6 +164,7 @@ def test_tuning_a_variant_leaves_the_cache_of_the_process_alone(backend: FlashIn
     variants = named(confirm_with(backend, case, runs=2))
     assert variants["fused, autotuned"].tactic == f"gemm1 0, gemm2 {FASTEST}"
     assert AutoTuner._instance is before
+    assert before is not None
     assert not before.profiling_cache
     assert backend.tactics_in_use(case) == Tactics()
 
