@@ -22,7 +22,7 @@ from detaudit.hooks.names import held_modules, named_modules
 from detaudit.hooks.observe import PendingRecord, observe
 from detaudit.hooks.parameters import gradient_record, parameter_record
 from detaudit.hooks.recorder import Recorder
-from detaudit.hooks.snapshot import Snapshot
+from detaudit.hooks.snapshot import Gradients, Snapshot
 from detaudit.options import Options
 from detaudit.target import LoadedTarget, check_inputs, check_model, import_context, target_errors
 
@@ -92,7 +92,7 @@ class Session:
         )
         self.recorder.attach(self.model)
         self.snapshot = Snapshot.take(*self.modules)
-        self.gradients = [(p, p.grad) for module in self.modules for p in module.parameters()]
+        self.gradients = Gradients(*self.modules)
         self.generators = generators.capture(
             self.model, vars(self.target.module), names=("model", self.target.module.__name__)
         )
@@ -200,8 +200,7 @@ class Session:
         self._not_restored = {n: f"not put back: {why}" for n, why in generators.restore(self.generators)}
         self.generators = generators.adopt(self.generators)
         self.snapshot.restore()
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
+        self.gradients.restore()
 
     def _around(self, large: str, moment: str, recorded: bool, parameters: bool) -> dict[str, PendingRecord]:
         """State that is digested around a run only: what is too large for every call, and parameters."""

@@ -150,14 +150,15 @@ def check_model(target: LoadedTarget, model: Any) -> None:
 def target_errors(spec: TargetSpec, doing: str) -> Iterator[None]:
     """Turn what the target's own code raises into ``TargetRaised``, with the frames of the user's files.
 
-    ``KeyboardInterrupt`` and detaudit's own errors pass through; a script's ``sys.exit(0)`` is no error.
+    ``KeyboardInterrupt`` and detaudit's own errors pass through; a script's ``sys.exit(0)`` is no error, but
+    a function that ends so returned nothing.
     """
     try:
         yield
     except (KeyboardInterrupt, DetauditError):
         raise
     except SystemExit as error:
-        if error.code not in (None, 0):
+        if not spec.is_script or error.code not in (None, 0):
             raise TargetRaised(
                 f"{spec.path} ended with sys.exit({error.code!r}) while {doing}", ""
             ) from error
@@ -219,12 +220,18 @@ def _top_level_names(path: Path) -> tuple[set[str], bool]:
             names |= bound
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("globals", "vars", "exec"):
+        elif isinstance(node, ast.Call) and _may_bind(node):
             certain = False
             pending.extend(ast.iter_child_nodes(node))
         elif not isinstance(node, ast.Lambda) and not _is_main_guard(node):
             pending.extend(ast.iter_child_nodes(node))
     return names, certain
+
+
+def _may_bind(call: ast.Call) -> bool:
+    """Whether the call may bind names of the file; ``vars(x)`` with an argument is about something else."""
+    name = getattr(call.func, "id", "")
+    return name in ("globals", "exec") or (name in ("vars", "locals") and not call.args)
 
 
 def _is_main_guard(node: ast.AST) -> bool:
@@ -245,9 +252,10 @@ def _import(spec: TargetSpec) -> ModuleType:
     with import_context(spec), target_errors(spec, "it was imported"):
         sys.path.insert(0, str(root))
         if "." in name:
-            return importlib.import_module(name)
-        return _import_from_file(_private_name(path) if name in sys.modules else name, path)
-    raise TargetInvalid(f"{spec.path} ended with sys.exit(0) while it was imported; guard it with __name__")
+            module = importlib.import_module(name)
+        else:
+            module = _import_from_file(_private_name(path) if name in sys.modules else name, path)
+    return module
 
 
 def _private_name(path: Path) -> str:

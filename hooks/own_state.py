@@ -24,6 +24,8 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {
     "_torchdynamo_orig_callable",
     "_torchdynamo_wrapper_id",
 }
+_LOOK_AHEAD = 2
+"""An attribute may be a whole engine or optimizer; what lies deeper in it is hardly the module's own."""
 _SIMPLE = frozenset({Tensor, torch.Generator, bool, int, float, complex, str, bytes, type(None)})
 
 
@@ -83,7 +85,7 @@ def _add_attributes(module: nn.Module, path: str, leaves: list[tuple[str, object
         if type(value) in _SIMPLE:
             leaves.append((prefix + name, value))
         else:
-            found = flatten(value, prefix + name)
+            found = flatten(value, prefix + name, look_ahead=_LOOK_AHEAD)
             leaves.extend(entry for entry in found if not isinstance(entry[1], (nn.Module, nn.Parameter)))
 
 

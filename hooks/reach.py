@@ -43,12 +43,13 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
                 else:
                     yield f"{path}.{key}", item
         case dict():
-            for key, item in value.items():
+            # Not value.items(): a subclass may import, compute or raise there.
+            for key, item in list(dict.items(value)):
                 yield f"{path}{step(key)}", item
             yield from _attributes(path, value)
         case list() | tuple() | set() | frozenset():
             fields = getattr(type(value), "_fields", None)
-            for i, item in enumerate(value):
+            for i, item in enumerate(_items(value)):
                 yield (f"{path}.{fields[i]}" if fields else f"{path}[{i}]"), item
             yield from _attributes(path, value)
         case functools.partial():
@@ -65,6 +66,12 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
             yield from ((f"{path}.{name}", _cell(cell)) for name, cell in cells)
         case _:
             yield from _attributes(path, value)
+
+
+def _items(value: Any) -> list[object]:
+    """The elements that the built-in type under ``value`` holds, whatever a subclass would answer."""
+    base = next(base for base in (list, tuple, set, frozenset) if isinstance(value, base))
+    return list(base.__iter__(value))
 
 
 def step(key: object) -> str:

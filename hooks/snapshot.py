@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,6 +132,24 @@ class Snapshot:
             self.bytes_on_device += size
 
 
+class Gradients:
+    """The ``.grad`` of every parameter as it was when this was made: the tensor, or None, and its contents.
+
+    A run that accumulates adds to the tensor in place.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._held = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
+        tensors = {id(gradient): gradient for _, gradient in self._held if gradient is not None}
+        self._contents = [_Contents.of("grad", gradient, on_host=False) for gradient in tensors.values()]
+
+    def restore(self) -> None:
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        for contents in self._contents:
+            contents.restore()
+
+
 @dataclass(slots=True)
 class _Slots:
     """The names under which one module holds its buffers."""
@@ -149,6 +168,9 @@ class _Slots:
 
     def restore(self, replaced: list[str], removed: list[str]) -> None:
         current = self.module._buffers
+        if not isinstance(current, dict):
+            self._restore_fixed(current, replaced)
+            return
         replaced.extend(self.name(k) for k, v in self.buffers.items() if current.get(k) is not v)
         removed.extend(self.name(k) for k in current if k not in self.buffers)
         current.clear()
@@ -159,6 +181,13 @@ class _Slots:
             # A name that was deleted and set again as something else would hide the buffer.
             for other in (vars(self.module), self.module._parameters, self.module._modules):
                 other.pop(key, None)
+
+    def _restore_fixed(self, current: Any, replaced: list[str]) -> None:
+        """TorchScript keeps buffers in C++, under names that can be neither added nor removed."""
+        for key, buffer in self.buffers.items():
+            if current[key] is not buffer:
+                replaced.append(self.name(key))
+                current[key] = buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from detaudit.core.errors import TargetInvalid, TargetNotFound, TargetRaised
-from detaudit.target import load, resolve
+from detaudit.target import load, resolve, target_errors
 
 MODEL = "def build_model(): return abs\n"
 INPUTS = "def make_inputs(): return -1\n"
@@ -124,3 +124,17 @@ def test_what_the_file_raises_is_shown_with_its_own_frames(tmp_path: Path) -> No
 def test_arguments_are_the_targets(tmp_path: Path) -> None:
     path = write(tmp_path / "m_argv.py", "import sys\nSEEN = sys.argv[1:]\n" + MODEL + INPUTS)
     assert load(resolve(path, argv=["--size", "3"])).module.SEEN == ["--size", "3"]
+
+
+def test_a_function_that_ends_the_process_returned_nothing(tmp_path: Path) -> None:
+    spec = resolve(write(tmp_path / "m_exits.py", MODEL + INPUTS))
+    with pytest.raises(TargetRaised, match=r"sys.exit\(0\) while it ran"), target_errors(spec, "it ran"):
+        sys.exit(0)
+    script = resolve(write(tmp_path / "m_script.py", "print(1)\n"))
+    with target_errors(script, "it ran"):
+        sys.exit(0)
+
+
+def test_vars_of_arguments_binds_no_names(tmp_path: Path) -> None:
+    source = "import argparse\nprint(vars(argparse.Namespace()))\nraise SystemError('it was imported')\n"
+    assert resolve(write(tmp_path / "m_vars.py", source)).is_script

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -62,8 +63,21 @@ class Proxy:
         raise AssertionError("computed")
 
 
+class LazyMapping(dict[str, object]):
+    """As transformers' maps from a configuration to its model's class: asking for the items imports them."""
+
+    def items(self) -> Any:
+        raise AssertionError("imported everything")
+
+
+class LazyList(list[object]):
+    def __iter__(self) -> Any:
+        raise AssertionError("imported everything")
+
+
 def test_nothing_foreign_runs() -> None:
     assert paths([Proxy(), Mark()]) == ["x[1]"]
+    assert paths([LazyMapping(a=Mark()), LazyList([Mark()])]) == ["x[0].a", "x[1][0]"]
 
 
 def test_the_walk_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from detaudit.core.digest import digest, parts
 from detaudit.hooks.generators import survey
-from detaudit.hooks.snapshot import Restored, Snapshot
+from detaudit.hooks.snapshot import Gradients, Restored, Snapshot
 
 
 class Buffered(nn.Module):
@@ -201,3 +201,45 @@ def test_modes_of_the_target_see_nothing() -> None:
         assert Snapshot.take(model).restore().failed == ()
     assert seen.drew == {}
     assert model.plain.device.type == "cpu"
+
+
+class Counting(nn.Module):
+    replaced: Tensor
+    written: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("written", torch.zeros(2))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.replaced = self.replaced + 1
+        self.written += 1
+        return x + self.replaced + self.written
+
+
+def test_buffers_of_torchscript_are_put_back() -> None:
+    model = torch.jit.script(nn.Sequential(Counting()))
+    snapshot = Snapshot.take(model)
+    first = model(torch.zeros(2))
+    assert not torch.equal(model(torch.zeros(2)), first), "the control: it counts"
+    restored = snapshot.restore()
+    assert (restored.replaced, restored.failed) == (("0.replaced",), ())
+    assert torch.equal(model(torch.zeros(2)), first)
+
+
+def test_gradients_that_a_run_accumulates_into_are_put_back() -> None:
+    first, second = nn.Linear(2, 1), nn.Linear(1, 1)
+    model = nn.Sequential(first, second)
+    first(torch.ones(2)).sum().backward()
+    kept = first.weight.grad
+    assert kept is not None
+    gradients = Gradients(model)
+    for _ in range(2):
+        gradients.restore()
+        model(torch.ones(2)).sum().backward()
+        assert first.weight.grad is kept
+    gradients.restore()
+    assert torch.equal(kept, torch.ones(1, 2))
+    assert second.weight.grad is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict, UserDict, deque, namedtuple
 from typing import Any
 
@@ -54,6 +55,9 @@ class Holder:
 
     def __init__(self, state: Any) -> None:
         self.state = state
+
+    def read(self) -> Any:
+        return self.state
 
 
 class Hostile:
@@ -190,3 +194,52 @@ def _at(value: Any, site: str) -> Any:
         if rest.startswith(spelled) and (rest == spelled or rest[len(spelled)] in ".["):
             return _at(child, "x" + rest[len(spelled) :])
     raise AssertionError(f"{site} leads nowhere")
+
+
+class Slots:
+    __slots__ = ("rows", "unset")
+
+    def __init__(self, rows: object) -> None:
+        self.rows = rows
+
+
+class Attributed(dict[str, Any]):
+    """A dict with attributes beside its items."""
+
+    b: object
+    c: object
+
+
+def closing_over(tensor: Tensor) -> object:
+    return lambda: tensor
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Slots(T), ["x.rows"]),
+        (Slots(3), ["x"]),
+        (Holder(Holder(T)), ["x.state.state"]),
+        (Holder({"a": [Slots(T)]}), ["x.state.a[0].rows"]),
+        (Holder(Holder(Holder(Holder(Holder(T))))), ["x"]),
+        (closing_over(T), ["x.tensor", "x.__defaults__", "x.__kwdefaults__"]),
+        (functools.partial(torch.add, T, alpha=2), ["x.func", "x.args[0]", "x.keywords.alpha"]),
+        (Holder(T).read, ["x.__self__.state", "x.__func__"]),
+        (closing_over, ["x"]),
+        (functools.partial(torch.add, alpha=2), ["x"]),
+    ],
+)
+def test_objects_that_lead_to_a_tensor_are_looked_into(value: object, expected: list[str]) -> None:
+    assert sorted(leaves(value)) == sorted(expected)
+
+
+def test_attributes_beside_the_items_of_a_dict() -> None:
+    value = Attributed(a=T)
+    value.b, value.c = Slots(T), 3
+    assert sorted(leaves(value)) == ["x.a", "x.b.rows"]
+    assert sorted(leaves(ModelOutput(a=T))) == ["x.a"]
+
+
+def test_a_search_for_tensors_ends_in_a_wide_object() -> None:
+    wide = Holder([Holder(number) for number in range(100_000)])
+    assert list(leaves(wide)) == ["x"]
