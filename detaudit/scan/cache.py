@@ -19,7 +19,7 @@ from detaudit.core.files import write_text
 from detaudit.core.scans import atomic_from_json, atomic_to_json
 from detaudit.scan.functions import Function
 
-RULES_VERSION: Final = 1
+RULES_VERSION: Final = 2
 """Counted up whenever the same machine code may be classified otherwise."""
 
 

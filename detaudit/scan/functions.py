@@ -14,6 +14,8 @@ from detaudit.scan.sass import ATOMIC_LINE, Instruction, classify, is_swap_loop_
 
 _SECTION: Final = re.compile(rb"^\s*\.section\s+\.text\.([^,\"\s]+|\"[^\"]*\")")
 _TARGET: Final = re.compile(rb"^\s*\.target\s+(sm_\w+)")
+_FLAGS: Final = re.compile(rb"^\s*\.headerflags\s.*?(EF_CUDA_ACCELERATORS )?EF_CUDA_SM(\d+)")
+"""What images made before CUDA 13 have in place of a target; accelerators stand for the suffix ``a``."""
 _ENTRY: Final = b"STO_CUDA_ENTRY"
 
 
@@ -72,5 +74,7 @@ def functions(lines: Iterable[bytes], arch: str) -> Iterator[Function]:
             current.entry = True
         elif (target := _TARGET.match(line)) is not None:
             arch = target[1].decode("ascii")
+        elif (flags := _FLAGS.match(line)) is not None:
+            arch = f"sm_{flags[2].decode('ascii')}{'a' if flags[1] else ''}"
     if current is not None:
         yield current.close()
