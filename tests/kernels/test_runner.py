@@ -94,12 +94,13 @@ def test_reading_the_output_buffer_is_told_from_a_race() -> None:
 
 
 def test_a_variant_that_fails_keeps_what_it_showed_and_the_others_go_on() -> None:
-    first, second = run(candidate(failing(after=40)), control(racy), runs=60)
-    assert first.runs == comparison.BATCH
+    batch = comparison.BATCH
+    first, second = run(candidate(failing(after=batch + 8)), control(racy), runs=2 * batch - 4)
+    assert first.runs == batch
     assert first.reason == (
-        "RuntimeError after 32 runs: CUDA error: an illegal memory access was encountered"
+        f"RuntimeError after {batch} runs: CUDA error: an illegal memory access was encountered"
     )
-    assert (second.runs, second.reason) == (60, None)
+    assert (second.runs, second.reason) == (2 * batch - 4, None)
 
 
 def test_a_variant_that_never_starts_has_a_reason_and_no_numbers() -> None:
@@ -141,7 +142,7 @@ def test_every_run_is_poisoned_and_the_patterns_take_turns() -> None:
 
 
 def test_variants_take_turns_and_are_active_only_then() -> None:
-    backend = FakeBackend([candidate(stable), control(failing(after=40))])
+    backend = FakeBackend([candidate(stable), control(failing(after=comparison.BATCH + 8))])
     run(backend=backend, runs=2 * comparison.BATCH)
     turns = [event for event in backend.log if event.endswith((":enter", ":exit"))]
     assert turns[:8] == ["unfused:enter", "unfused:exit", "pinned:enter", "pinned:exit"] * 2
