@@ -33,6 +33,11 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--policy", "policy_file", type=FILE, help="Policy file, instead of the nearest one.")
 @click.option("--update", is_flag=True, help="Write detaudit.lock, if all targets are stable.")
 @click.option("--traces", type=click.Path(path_type=Path, file_okay=False), help="Folder to keep traces in.")
+@click.option(
+    "--scan",
+    type=FILE,
+    help="JSON of detaudit scan: fail on suspects that the lock does not know, or update these.",
+)
 @click.option("--json", "json_file", type=FILE, help="Write the result as JSON.")
 @click.option("--junit", "junit_file", type=FILE, help="Write the result as JUnit XML.")
 @click.option("--sarif", "sarif_file", type=FILE, help="Write the result as SARIF 2.1.0.")
@@ -47,6 +52,7 @@ def command(
     policy_file: Path | None,
     update: bool,
     traces: Path | None,
+    scan: Path | None,
     github: bool | None,
     **files: Path | None,
 ) -> int:
@@ -69,11 +75,11 @@ def command(
         _check_writable(path)
     policy = find_policy(Path.cwd()) if policy_file is None else read_policy(policy_file)
     lock = read_lock(policy.lock_path)
-    examined = subjects(targets, policy)
+    examined = subjects(targets, policy, optional=scan is not None)
     if update:
         _check_writable(policy.lock_path)
     with progress(len(examined), "starting") as shown:
-        gate = Gate(policy, lock, update, traces, shown)
+        gate = Gate(policy, lock, update, traces, scan, shown)
         result = gate.run(examined)
     for message in gate.messages:
         click.echo(message.rstrip(), err=True)

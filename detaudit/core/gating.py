@@ -71,8 +71,8 @@ class Change:
 
     Args:
         module, cls, call: which one; the root's path is empty. ``cls`` is empty where it is not known.
-        kind: ``outputs``: equal arguments, other outputs; ``parameters``: so too, and parameters of the module
-            differ; ``state``: so too, and its buffers or attributes, or the generator states on entry, do;
+        kind: ``outputs``: equal arguments, other outputs; ``parameters``: so too, and parameters of the
+            module differ; ``state``: so too, and its buffers or attributes, or generator states, do;
             ``inputs``: no call has equal arguments and other outputs, and this is the first that differs at
             all; ``calls``: one side lacks this call; ``final``: only the final output differs.
         modules: how many modules differ in all, what follows from the first included.

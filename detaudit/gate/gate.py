@@ -24,7 +24,9 @@ from detaudit.gate.lock import Lock, target_bits
 from detaudit.gate.policy import Policy
 from detaudit.gate.recording import Recorded, record
 from detaudit.gate.subjects import Subject
+from detaudit.gate.suspects import read_scan, readable, suspects_checks
 from detaudit.progress import Progress, Silent
+from detaudit.scan.suspects import lock_suspects
 from detaudit.trace import Trace, open_trace
 
 
@@ -44,6 +46,7 @@ class Gate:
 
     Args:
         lock: the lock file as it is.
+        scan: JSON file of a static scan, for the rule "no new suspects".
         update: whether new baselines are taken instead of compared with.
         traces: folder that keeps the traces; ``None`` to keep none.
         messages: what failed audits printed, for the terminal.
@@ -53,6 +56,7 @@ class Gate:
     lock: Lock
     update: bool = False
     traces: Path | None = None
+    scan: Path | None = None
     progress: Progress = field(default_factory=Silent)
     messages: list[str] = field(default_factory=list)
 
@@ -76,6 +80,8 @@ class Gate:
                     seen.append((subject.target.name, evidence.modules))
                 self.progress.advance()
         self._check_allowances(seen, subjects)
+        if self.scan is not None:
+            results.append(self._scanned(self.scan))
         source = self.policy.source
         return GateResult(tuple(results), str(source or ""), str(self.policy.lock_path))
 
@@ -140,6 +146,15 @@ class Gate:
         self.lock = self.lock.with_target(name, evidence.environment, target_bits(evidence.conditions))
         if baseline.comparison == "changed":
             notes.append(f"the baseline changes; {baseline.change}")
+
+    def _scanned(self, path: Path) -> TargetResult:
+        scan = read_scan(path)
+        if self.update:
+            self.lock = self.lock.with_suspects(lock_suspects(scan))
+            notes = [f"took {len(scan.suspects)} suspects of the scan as known"]
+            return TargetResult(str(path), path.as_posix(), (readable(scan),), tuple(notes))
+        checks = suspects_checks(scan, self.lock, self.policy)
+        return TargetResult(str(path), path.as_posix(), tuple(checks))
 
     def _over_budget(self, when: str) -> Check:
         return Check("budget", "inconclusive", f"the time budget of {self.policy.budget:g} s ended {when}")

@@ -94,7 +94,9 @@ def _determinism(report: Report, target: str, allowed: Sequence[Allowance]) -> I
         for finding in open_findings:
             yield Check("determinism", "failed", f"{finding.kind}: {finding.message}", finding.module)
     elif not report.origins:
-        yield Check("determinism", "failed", "the runs differ, and no module could be named")
+        why = "; ".join(f"{finding.kind}: {finding.message}" for finding in report.findings)
+        message = "the runs differ, and no module could be named"
+        yield Check("determinism", "failed", f"{message} ({why})" if why else message)
     else:
         modules = len({origin.module for origin in report.origins})
         what = "the one module" if modules == 1 else f"the {modules} modules"

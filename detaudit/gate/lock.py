@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,12 @@ class TargetBits:
 class Lock:
     """All of the file. ``targets``: by target name, then by environment id.
 
-    ``suspects``: what a static scan found, in a form of its own (``detaudit.scan``).
+    ``suspects``: those of a static scan, in the form of ``detaudit.scan.suspects``; None where none was made.
     """
 
     environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     targets: Mapping[str, Mapping[str, TargetBits]] = field(default_factory=dict)
-    suspects: Mapping[str, Any] = field(default_factory=dict)
+    suspects: Sequence[Mapping[str, Any]] | None = None
 
     def with_target(self, name: str, entries: Mapping[str, str], bits: TargetBits) -> Lock:
         """With a new baseline for one target in the environment with these fingerprint entries."""
@@ -69,8 +69,8 @@ class Lock:
         targets = {**self.targets, name: {**self.targets.get(name, {}), key: bits}}
         return Lock({**self.environments, key: entries}, targets, self.suspects)
 
-    def with_suspects(self, suspects: Mapping[str, Any]) -> Lock:
-        return Lock(self.environments, self.targets, suspects)
+    def with_suspects(self, suspects: Sequence[Mapping[str, Any]]) -> Lock:
+        return replace(self, suspects=suspects)
 
     def kept_to(self, names: Iterable[str]) -> Lock:
         """Without baselines of targets of other names, and without environments that no target uses."""
@@ -160,8 +160,8 @@ def dumps(lock: Lock) -> str:
     }
     body: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     body |= {"environments": environments, "targets": targets}
-    if lock.suspects:
-        body["suspects"] = lock.suspects
+    if lock.suspects is not None:
+        body["suspects"] = list(lock.suspects)
     return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -203,9 +203,9 @@ def _parse(data: Mapping[str, Any]) -> Lock:
         for key in by_environment:
             if key not in environments:
                 raise ValueError(f"target '{name}' names the environment {key}, which is missing")
-    suspects = data.get("suspects", {})
-    if not isinstance(suspects, dict):
-        raise ValueError("'suspects' is not an object")
+    suspects = data.get("suspects")
+    if suspects is not None and not all(isinstance(suspect, dict) for suspect in suspects):
+        raise ValueError("'suspects' is not a list of objects")
     return Lock(environments, targets, suspects)
 
 

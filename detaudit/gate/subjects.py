@@ -33,15 +33,15 @@ class Subject:
         return Path(relative).as_posix()
 
 
-def subjects(arguments: Sequence[str], policy: Policy) -> list[Subject]:
-    """Those on the command line; without any, all targets of the policy.
+def subjects(arguments: Sequence[str], policy: Policy, *, optional: bool = False) -> list[Subject]:
+    """Those on the command line; without any, all targets of the policy. ``optional``: none is fine, too.
 
     Raises:
         UsageError: there is nothing to examine, or something twice.
         TargetNotFound: a file does not exist.
         TraceUnreadable: a trace cannot be opened.
     """
-    if not arguments and not policy.targets:
+    if not arguments and not policy.targets and not optional:
         raise UsageError(
             "there is nothing to examine; name a target or a trace, or list 'targets' in [tool.detaudit]"
         )

@@ -123,7 +123,8 @@ class Repository:
 
 def forget(folder: Path) -> None:
     for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "").is_relative_to(folder):
+        file = getattr(module, "__file__", None)
+        if file is not None and Path(file).is_relative_to(folder.resolve()):
             del sys.modules[name]
 
 
