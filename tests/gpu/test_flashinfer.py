@@ -52,7 +52,7 @@ def case_of(dtype: str, tokens: int = 64, top_k: int = 8) -> Case:
 @cache
 def swept(dtype: str, tokens: int) -> KernelReport:
     return confirm_with(
-        FlashInferCutlass(), case_of(dtype, tokens), runs=30, options=Options(sweeps=("tactics",))
+        FlashInferCutlass(), case_of(dtype, tokens), runs=20, options=Options(sweeps=("tactics",))
     )
 
 
