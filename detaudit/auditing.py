@@ -16,7 +16,7 @@ from detaudit.function_audit import FunctionAudit
 from detaudit.options import Options
 from detaudit.progress import Progress, Silent
 from detaudit.script_audit import ScriptAudit
-from detaudit.target import TargetSpec
+from detaudit.target import LoadedTarget, TargetSpec
 from detaudit.trace import TraceWriter
 
 
@@ -30,8 +30,17 @@ class _Audit(AbstractContextManager["_Audit"], Protocol):
         ...
 
 
-def audit(spec: TargetSpec, options: Options, trace: Path, progress: Progress | None = None) -> Report:
+def audit(
+    spec: TargetSpec,
+    options: Options,
+    trace: Path,
+    progress: Progress | None = None,
+    target: LoadedTarget | None = None,
+) -> Report:
     """Audit a target, leave the trace at ``trace`` and return the report that is stored in it.
+
+    Args:
+        target: what ``spec`` names, where it is in this process already and has no file to import.
 
     Raises:
         TraceNotWritten: the trace exists already, or cannot be written.
@@ -50,7 +59,7 @@ def audit(spec: TargetSpec, options: Options, trace: Path, progress: Progress | 
         running = (
             ScriptAudit(spec, options, writer, shown)
             if spec.is_script
-            else FunctionAudit(spec, options, writer, shown)
+            else FunctionAudit(spec, options, writer, shown, target)
         )
         with running:
             running.record()

@@ -23,7 +23,7 @@ from detaudit.options import Options
 from detaudit.output import TargetOutput
 from detaudit.progress import Progress
 from detaudit.repro.operator_case import save_operators
-from detaudit.target import TargetSpec, load
+from detaudit.target import LoadedTarget, TargetSpec, load
 from detaudit.trace import TraceWriter, captures_dir
 from detaudit.worker import Job, launch
 
@@ -34,10 +34,23 @@ T = TypeVar("T")
 
 
 class FunctionAudit:
-    """Use as a context manager: ``record()``, then ``report()``."""
+    """Use as a context manager: ``record()``, then ``report()``.
 
-    def __init__(self, spec: TargetSpec, options: Options, writer: TraceWriter, progress: Progress) -> None:
+    Args:
+        target: what ``spec`` names, where it is in this process already; otherwise the file is imported. No
+            fresh process can build such a target, so ``options.history`` must be off.
+    """
+
+    def __init__(
+        self,
+        spec: TargetSpec,
+        options: Options,
+        writer: TraceWriter,
+        progress: Progress,
+        target: LoadedTarget | None = None,
+    ) -> None:
         self.spec = spec
+        self.target = target
         self.options = options
         self.writer = writer
         self.progress = progress
@@ -51,7 +64,7 @@ class FunctionAudit:
             self._generators = Path(folder, "generators")
             self._generators.write_bytes(generators.capture().dump())
             context.enter_context(self.output.collected())
-            self.session = context.enter_context(Session(load(self.spec), self.options))
+            self.session = context.enter_context(Session(self.target or load(self.spec), self.options))
             self._context = context.pop_all()
         return self
 

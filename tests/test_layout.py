@@ -30,7 +30,7 @@ BELOW: dict[str, set[str]] = {
 """What each part may import, apart from itself."""
 APPLICATION = {"core", "hooks", "kernels", "trace", "compare", "scan", "progress"}
 """What the rest (audit, gate, repro, doctor, ...) may import, apart from each other."""
-COMMANDS = {"commands", "cli", "__main__"}
+COMMANDS = {"commands", "cli", "__main__", "pytest_plugin"}
 """Nothing below imports these."""
 LIGHT = (
     "cli", "commands", "core.errors", "core.files", "core.geometry", "core.recording", "core.records",

@@ -14,10 +14,12 @@ from detaudit.compare.hidden import parameters_differ
 from detaudit.compare.history import compare_history
 from detaudit.compare.locate import Located, locate
 from detaudit.compare.origins import Gaps
-from detaudit.core.recording import HISTORY, HOOKS_OFF, SUPERSEDED, RunColumns, TraceView
+from detaudit.core.recording import HISTORY, HOOKS_OFF, SCALAR_PREFIX, SUPERSEDED, RunColumns, TraceView
 from detaudit.core.records import Finding, Origin, Report
 
 UNMATCHED_LISTED = 100
+NOTHING = f"{SCALAR_PREFIX}NoneType"
+"""dtype of a value that is None."""
 HIDDEN_STATE = "hidden state: the same sequence of runs gives the same sequence of outputs in another process"
 
 
@@ -150,10 +152,15 @@ class _Analysis:
         )
 
     def _observed(self) -> bool:
-        """Whether any output was seen: of a call, or the final one."""
+        """Whether any output was seen, of a call or the final one; a call that returns None shows nothing."""
         finals = (run.records[FINAL] for run in self.main if FINAL in run.records)
         outputs = chain(finals, *self.located.aligned.out)
-        return any(self.view.record(record) for record in outputs if record != ABSENT)
+        return any(
+            self.view.value(value).dtype != NOTHING
+            for record in outputs
+            if record != ABSENT
+            for _, value in self.view.record(record)
+        )
 
     def _reason(self, observed: bool) -> str:
         if self.inputs is not None:
