@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from detaudit.audit import audit
+from detaudit.auditing import audit
 from detaudit.core.records import KernelReport, Report, VariantResult
 from detaudit.kernels.cases import Case
 from detaudit.options import Options
