@@ -106,7 +106,8 @@ class Gate:
             if limit is not None and limit <= 0:
                 return replace(result, checks=(self._over_budget("before this target began"),)), None
             trace = _new_trace(folder, name)
-            recorded = record(subject.target, Path(subject.path), trace, limit)
+            confirm = self.policy.kernels != "ignore"
+            recorded = record(subject.target, Path(subject.path), trace, limit, confirm=confirm)
             result = replace(result, seconds=recorded.seconds)
         if recorded.error is not None:
             self.messages.append(recorded.shown)
@@ -129,7 +130,10 @@ class Gate:
         if cut:
             checks.append(self._over_budget(f"after {report.runs} of {target.runs} runs"))
         baseline = None
-        if not any(c.status != "passed" and c.name in ("evidence", "determinism") for c in checks):
+        stable = all(c.status == "passed" for c in checks if c.name in ("evidence", "determinism"))
+        if stable and not evidence.environment:
+            notes.append("the trace holds no environment, so it has no baseline")
+        elif stable:
             baseline = compare_with_lock(self.lock, target.name, evidence.environment, evidence.conditions)
             if self.update:
                 self._take(target.name, evidence, baseline, notes)
@@ -140,9 +144,6 @@ class Gate:
 
     def _take(self, name: str, evidence: Evidence, baseline: BaselineResult, notes: list[str]) -> None:
         """A new baseline, for the lock file that is written if all goes well."""
-        if not evidence.environment:
-            notes.append("no baseline was taken: the trace holds no environment")
-            return
         self.lock = self.lock.with_target(name, evidence.environment, target_bits(evidence.conditions))
         if baseline.comparison == "changed":
             notes.append(f"the baseline changes; {baseline.change}")

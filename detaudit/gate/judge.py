@@ -21,7 +21,7 @@ MOST_ENTRIES = 6
 def judge(report: Report, target: TargetPolicy, policy: Policy) -> Iterator[Check]:
     """Every check that the report alone decides."""
     allowed = [a for a in policy.allowances if a.target in (None, target.name)]
-    yield _evidence(report)
+    yield _evidence(report, target.runs)
     if report.verdict != "inconclusive":
         yield from _determinism(report, target.name, allowed)
         if target.bound is not None:
@@ -66,14 +66,15 @@ def unknown_modules(
     ]
 
 
-def _evidence(report: Report) -> Check:
+def _evidence(report: Report, wanted: int) -> Check:
     if report.verdict == "inconclusive":
         reason = report.coverage.get("reason") or "nothing was compared"
         return Check("evidence", "inconclusive", f"{reason}, so nothing was shown")
     compared = report.rate.comparisons
-    return Check(
-        "evidence", "passed", f"{report.runs} runs, {compared} comparison{'' if compared == 1 else 's'}"
-    )
+    message = f"{report.runs} runs, {compared} comparison{'' if compared == 1 else 's'}"
+    if report.runs < wanted and report.verdict == "deterministic":
+        return Check("evidence", "inconclusive", f"{message}; {wanted} runs were asked for")
+    return Check("evidence", "passed", message)
 
 
 def _determinism(report: Report, target: str, allowed: Sequence[Allowance]) -> Iterator[Check]:

@@ -49,15 +49,18 @@ class Recorded:
     cut: bool = False
 
 
-def record(target: TargetPolicy, path: Path, trace: Path, limit: float | None) -> Recorded:
+def record(
+    target: TargetPolicy, path: Path, trace: Path, limit: float | None, *, confirm: bool = True
+) -> Recorded:
     """Run the audit and leave its trace at ``trace``.
 
     Args:
         path: the target, ``:FACTORY`` included where one is named.
         limit: seconds; then the audit is interrupted, and what it recorded is kept.
+        confirm: whether kernels are rerun alone.
     """
     begun = time.monotonic()
-    with _process(_command(target, path, trace)) as process:
+    with _process(_command(target, path, trace, confirm)) as process:
         try:
             _, errors = process.communicate(timeout=limit)
             cut = False
@@ -77,9 +80,10 @@ def record(target: TargetPolicy, path: Path, trace: Path, limit: float | None) -
     return Recorded(seconds, error, errors, EXIT_INCONCLUSIVE if code == EXIT_INCONCLUSIVE else EXIT_ERROR)
 
 
-def _command(target: TargetPolicy, path: Path, trace: Path) -> list[str]:
+def _command(target: TargetPolicy, path: Path, trace: Path, confirm: bool) -> list[str]:
     command = [sys.executable, "-m", "detaudit", "run", str(path)]
     command += ["--runs", str(target.runs), "--output", str(trace)]
+    command += [] if confirm else ["--no-confirm"]
     command += ["--script"] if target.script else []
     command += [word for glob in target.only for word in ("--only", glob)]
     command += [word for glob in target.exclude for word in ("--exclude", glob)]

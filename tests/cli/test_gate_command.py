@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -223,6 +226,32 @@ def test_the_time_budget_ends_a_target_that_hangs(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     assert checks(repository, "head.py") == {"budget": "inconclusive"}
     assert checks(repository, "serving/experts.py") == {"budget": "inconclusive"}
+
+
+def test_a_target_that_takes_its_process_down_takes_nothing_else(tmp_path: Path) -> None:
+    repository = Repository(tmp_path, policy="[tool.detaudit]\nruns = 2\n")
+    repository.edit("head.py", "return torch.ones(2, 8)", "import os\n    os.kill(os.getpid(), 11)")
+    done = repository.gate_process("head.py", "--json", "gate.json")
+    assert done.returncode == 2
+    assert checks(repository, "head.py") == {"audit": "error"}
+    assert "the audit ended with signal 11" in done.stdout
+
+
+def test_ctrl_c_ends_the_audit_too(tmp_path: Path) -> None:
+    repository = Repository(tmp_path, policy="[tool.detaudit]\nruns = 2\n")
+    pid = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+    repository.edit("head.py", "return torch.ones(2, 8)", pid)
+    process = repository.start("gate", "head.py", "--junit", "gate.xml")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert error == "detaudit: interrupted\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert not (tmp_path / "gate.xml").exists()
 
 
 def test_in_github_actions(tmp_path: Path) -> None:

@@ -98,12 +98,19 @@ class Repository:
 
     def gate_process(self, *arguments: str) -> Done:
         """``detaudit gate`` as users start it: in a process of its own, as is each audit."""
-        command = [sys.executable, "-m", "detaudit", "gate", *arguments]
-        environment = {**_environment(), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=180
+        process = self.start("gate", *arguments)
+        out, err = process.communicate(timeout=180)
+        return Done(process.returncode, out, err)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "detaudit", *arguments],
+            cwd=self.folder,
+            env={**_environment(), "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        return Done(done.returncode, done.stdout, done.stderr)
 
     def detaudit(self, *arguments: str, **env: str) -> Done:
         out, err = io.StringIO(), io.StringIO()
@@ -128,7 +135,9 @@ def forget(folder: Path) -> None:
             del sys.modules[name]
 
 
-def record_here(target: TargetPolicy, path: Path, trace: Path, limit: float | None) -> Recorded:
+def record_here(
+    target: TargetPolicy, path: Path, trace: Path, limit: float | None, *, confirm: bool = True
+) -> Recorded:
     """``detaudit.gate.recording.record`` without a process of its own, and without a time limit."""
     options = Options(
         runs=target.runs, only=target.only, exclude=target.exclude, history=False, confirm=False
