@@ -14,6 +14,7 @@ from detaudit.core.errors import TargetNotFound, Unsupported, UsageError
 from detaudit.core.scans import ScanReport
 from detaudit.scan import scanner
 from detaudit.scan import tools as tools_module
+from detaudit.scan.functions import functions
 from detaudit.scan.scanner import Settings, plan, scan
 from detaudit.scan.sources import files_of, package_folders
 from detaudit.scan.tools import Tools, find_tools
@@ -234,3 +235,21 @@ def test_the_committed_image_is_what_the_source_gives(tmp_path: Path) -> None:
 
 def test_all_four_architectures_are_in_the_committed_image() -> None:
     assert {plain(kernel.arch) for kernel in fixture_scan().kernels} == set(ARCHS)
+
+
+FLAGS = '\t.headerflags\t@"EF_CUDA_TEXMODE_UNIFIED {} EF_CUDA_VIRTUAL_SM(EF_CUDA_SM10)"\n'
+"""As nvdisasm prints it for an image made before CUDA 13."""
+
+
+@pytest.mark.parametrize(
+    ("header", "arch"),
+    [
+        (FLAGS.format("EF_CUDA_ACCELERATORS EF_CUDA_SM90"), "sm_90a"),
+        (FLAGS.format("EF_CUDA_64BIT_ADDRESS EF_CUDA_SM80"), "sm_80"),
+        ("\t.target\tsm_120a\n", "sm_120a"),
+        ("", "unknown"),
+    ],
+)
+def test_the_architecture_that_an_image_names(header: str, arch: str) -> None:
+    (function,) = functions([header.encode(), b'\t.section\t.text.kernel,"ax",@progbits\n'], "unknown")
+    assert (function.name, function.arch, function.entry) == ("kernel", arch, False)
