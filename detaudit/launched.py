@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from getpass import getuser
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from detaudit.scan.cache import cache_folder
 from detaudit.scan.join import join, matched
 from detaudit.scan.scanner import Settings, plan, scan
 from detaudit.scan.selection import Selection
-from detaudit.scan.sources import files_of
+from detaudit.scan.sources import files_of, flashinfer_builds
 from detaudit.scan.tools import find_tools
 from detaudit.target import TargetSpec, load
 
@@ -100,15 +100,11 @@ def loaded_libraries() -> list[Path]:
 
 
 def _caches() -> list[Path]:
-    return [folder for folder in _cache_folders() if folder.is_dir()]
-
-
-def _cache_folders() -> Iterator[Path]:
-    """Where Triton, torch.compile and FlashInfer keep cubins that are not in a library."""
-    yield Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    """Where Triton, torch.compile and FlashInfer keep machine code that need not be in a loaded library."""
+    triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    yield Path(inductor or Path(tempfile.gettempdir()) / f"torchinductor_{getuser()}")
-    yield Path(os.environ.get("FLASHINFER_CUBIN_DIR") or Path.home() / ".cache" / "flashinfer" / "cubins")
+    folders = [Path(triton), Path(inductor or Path(tempfile.gettempdir()) / f"torchinductor_{getuser()}")]
+    return [*(folder for folder in folders if folder.is_dir()), *flashinfer_builds()]
 
 
 def _size(path: Path) -> int:

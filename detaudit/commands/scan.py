@@ -189,7 +189,7 @@ def _scanned(request: Request) -> ScanReport:
     from detaudit.scan.tools import find_tools
 
     tools = find_tools()
-    work = plan(files_of(request.paths, request.packages))
+    work = plan(files_of(request.paths, request.packages), request.paths)
     settings = Settings(
         tuple(arch.removeprefix("sm_") for arch in request.archs),
         Selection(request.kernels),

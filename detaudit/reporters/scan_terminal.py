@@ -96,15 +96,16 @@ def _finalize(console: Console, report: ScanReport) -> None:
 
 def _files(console: Console, report: ScanReport) -> None:
     scanned = [file for file in report.files if file.functions]
-    console.print()
-    images = sum(file.images for file in scanned)
-    console.print(
-        Text(
-            f"{len(scanned):,} {'file' if len(scanned) == 1 else 'files'}, {images:,} images, "
-            f"{sum(file.functions for file in scanned):,} functions; {', '.join(report.tools)}",
-            style="dim",
-        )
+    counts = (
+        (len(scanned), "file"),
+        (sum(file.images for file in scanned), "image"),
+        (sum(file.functions for file in scanned), "function"),
     )
+    told = ", ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+    console.print()
+    console.print(Text(told, style="dim"))
+    for tool in report.tools:
+        console.print(Text(tool, style="dim"), soft_wrap=True)
     problems = [file for file in report.files if file.problem]
     for file in problems[:MOST_LISTED]:
         console.print(Text(f"{file.path}: {file.problem}", style="yellow"))

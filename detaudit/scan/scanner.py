@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +59,8 @@ class _Result:
     problem: str | None = None
 
 
-def plan(files: Iterable[Path]) -> Plan:
-    """Find the images; a file that cannot be read is told in ``unread``."""
+def plan(files: Iterable[Path], named: Collection[Path] = ()) -> Plan:
+    """Find the images; ``unread`` tells of files that cannot be read, and of those ``named`` that have none."""
     found: list[Image] = []
     kept: list[Path] = []
     unread: list[FileScan] = []
@@ -73,6 +73,8 @@ def plan(files: Iterable[Path]) -> Plan:
         if inside:
             kept.append(path)
             found += inside
+        elif path in named:
+            unread.append(FileScan(str(path), 0, 0, "no machine code for a GPU in it"))
     return Plan(tuple(found), tuple(kept), tuple(unread))
 
 

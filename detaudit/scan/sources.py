@@ -70,7 +70,7 @@ def package_folders(name: str) -> list[Path]:
             f"no package {name!r} is installed in this environment; give its import name, or a path"
         )
     if any(folder.name == "flashinfer" for folder in folders):
-        folders += [folder for folder in _flashinfer_builds() if folder.is_dir()]
+        folders += flashinfer_builds()
     return folders
 
 
@@ -101,8 +101,12 @@ def _module_folders(module: str) -> list[Path]:
     return [Path(spec.origin)] if spec.origin and Path(spec.origin).is_file() else []
 
 
-def _flashinfer_builds() -> list[Path]:
-    """Where FlashInfer keeps modules it compiled or downloaded; as in its ``jit/env.py``."""
+def flashinfer_builds() -> list[Path]:
+    """Where FlashInfer keeps what it compiled or downloaded; as in its ``jit/env.py``, 0.6.15 to 0.7.4."""
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
-    cubins = os.environ.get("FLASHINFER_CUBIN_DIR")
-    return [base / ".cache" / "flashinfer", *([Path(cubins)] if cubins else [])]
+    folders = [base / ".cache" / "flashinfer"]
+    if cubins := os.environ.get("FLASHINFER_CUBIN_DIR"):
+        folders.append(Path(cubins))
+    for companion in ("flashinfer_jit_cache", "flashinfer_cubin"):
+        folders += _module_folders(companion)
+    return [folder for folder in folders if folder.is_dir()]

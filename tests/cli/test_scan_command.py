@@ -126,3 +126,9 @@ def test_a_lock_of_another_kind_is_refused(tmp_path: Path, capsys: Captured) -> 
 def test_static_kernels_as_they_cannot_be_meant(arguments: list[str], message: str, capsys: Captured) -> None:
     assert cli.run(["kernels", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_was_named_and_holds_nothing_is_told(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "notes.txt").write_text("nothing to see")
+    assert cli.run(["scan", str(tmp_path / "notes.txt")]) == 3
+    assert "notes.txt: no machine code for a GPU in it" in " ".join(capsys.readouterr().out.split())
