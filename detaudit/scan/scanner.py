@@ -60,7 +60,7 @@ class _Result:
 
 
 def plan(files: Iterable[Path], named: Collection[Path] = ()) -> Plan:
-    """Find the images; ``unread`` tells of files that cannot be read, and of those ``named`` that have none."""
+    """Find the images; ``unread`` tells of files that cannot be read, and of ``named`` ones without any."""
     found: list[Image] = []
     kept: list[Path] = []
     unread: list[FileScan] = []
