@@ -26,6 +26,7 @@ import torch
 import torch._dynamo.eval_frame
 import torch.jit._recursive
 from torch import nn
+from torch.fx import _symbolic_trace
 
 from detaudit.core.errors import UsageError
 
@@ -68,6 +69,8 @@ class _Switchboard:
     """Where the wrappers find their listener; wrappers that outlive a run (bound methods kept) find None."""
 
     listener: Listener | None = None
+    hidden: Listener | None = None
+    """The listener where torch.compile might see it, which costs more."""
 
 
 _BOARD = _Switchboard()
@@ -88,12 +91,12 @@ def watch(listener: Listener, classes: Iterable[type] = ()) -> Iterator[Wrappers
         raise UsageError("a recording is in progress in this process; end it before you start another")
     wrappers = Wrappers()
     try:
-        _BOARD.listener = _Uncompiled(listener)
+        _BOARD.listener, _BOARD.hidden = listener, _Uncompiled(listener)
         wrappers.install(classes)
         yield wrappers
     finally:
         wrappers.remove()
-        _BOARD.listener = None
+        _BOARD.listener = _BOARD.hidden = None
         _LOCK.release()
 
 
@@ -105,6 +108,12 @@ class _Uncompiled:
         self.open = disable(listener.open)
         self.close = disable(listener.close)
         self.fail = disable(listener.fail)
+
+
+_frame_hook: Callable[[], object] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: Ellipsis
+)
+"""torch.compile's frame hook in this thread: None where there is none, and so nothing to hide from."""
 
 
 class Wrappers:
@@ -176,7 +185,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 def _watched(original: Callable[..., Any], entry: Entry) -> Callable[..., Any]:
     @functools.wraps(original)
     def watched(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        listener = _BOARD.listener
+        listener = _BOARD.listener if _frame_hook() is None else _BOARD.hidden
         frame = None if listener is None else listener.open(self, entry, args, kwargs)
         if listener is None or frame is None:
             return original(self, *args, **kwargs)
@@ -200,7 +209,11 @@ def is_symbolic() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
-        or torch.fx._symbolic_trace._is_fx_tracing_flag
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        or _symbolic_trace._is_fx_tracing_flag
+        or (torch._C._len_torch_dispatch_stack() > 0 and _fake_or_proxy())
     )
+
+
+def _fake_or_proxy() -> bool:
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))

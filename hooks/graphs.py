@@ -31,6 +31,7 @@ from detaudit.hooks.frames import Frame
 from detaudit.hooks.graph_template import Template
 from detaudit.hooks.names import Names
 from detaudit.hooks.run import RecordedRun
+from detaudit.hooks.witness import Witness
 
 LARGE_BYTES = 64 << 20
 UNWATCHED = "calls in a CUDA graph that was captured while nothing was recorded"
@@ -71,8 +72,8 @@ class CaptureRun(RecordedRun):
 
     def __init__(self, digester: Digester, like: RecordedRun | None) -> None:
         names = Names() if like is None else like.names
-        large_bytes = LARGE_BYTES if like is None else like.large_bytes
-        super().__init__(names, digester, large_bytes, like.wants if like else _all, Captures((), 0), {})
+        witness = Witness(digester, LARGE_BYTES if like is None else like.witness.large_bytes)
+        super().__init__(names, witness, _all if like is None else like.wants, Captures((), 0), {})
         self.wrappers = like.wrappers if like else None
         self._template = Template(self._top, self._outermost)
 

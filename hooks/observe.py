@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import types
 import weakref
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from detaudit.core.digest import Digester, NotObservable, Pending, parts, unseen
+from detaudit.core.digest import Digester, NotObservable, Pending, is_ordinary, parts, unseen
 from detaudit.core.recording import Record
 from detaudit.hooks.tree import Opaque, flatten
 
@@ -32,17 +33,23 @@ _STATELESS = (
 """Neither data nor holders of data a call would read: they are passed over without a word."""
 
 
+_MAX_CONSTANTS = 4096
+
+
 @dataclass(slots=True, eq=False)
 class PendingRecord:
     """Digests on their way: (site, pending) and (site, reason) of what could not be observed."""
 
     entries: list[tuple[str, Pending]] = field(default_factory=list)
     unobserved: list[tuple[str, str]] = field(default_factory=list)
+    _resolved: tuple[Record, tuple[tuple[str, str], ...]] | None = None
 
     def resolve(self) -> tuple[Record, tuple[tuple[str, str], ...]]:
         """The record, sorted by site, and what is missing from it; only after the digester's ``finish()``."""
-        values = {site: pending.value for site, pending in self.entries}
-        return tuple(sorted(values.items(), key=_site)), tuple(self.unobserved)
+        if self._resolved is None:
+            values = {site: pending.value for site, pending in self.entries}
+            self._resolved = tuple(sorted(values.items(), key=_site)), tuple(self.unobserved)
+        return self._resolved
 
 
 def _site(entry: tuple[str, object]) -> str:
@@ -68,8 +75,14 @@ class Observer:
     def __init__(self, digester: Digester) -> None:
         self._digester = digester
         self._constants: dict[tuple[type, object], Pending] = {}
-        self._states: dict[torch.Generator, tuple[Tensor, Pending]] = {}
+        self._states: dict[torch.Generator, tuple[bytes, Pending]] = {}
+        self._generators = PendingRecord()
         self._tensors: list[tuple[PendingRecord, str, Tensor]] = []
+
+    def trim(self) -> None:
+        """Let go of digests of host scalars, where many have come together."""
+        if len(self._constants) > _MAX_CONSTANTS:
+            self._constants.clear()
 
     def observe(self, leaves: Iterable[tuple[str, object]]) -> PendingRecord:
         """Take the leaves; tensors are digested when ``flush`` is called, before anything can change them."""
@@ -77,6 +90,13 @@ class Observer:
         for site, leaf in leaves:
             self._take(site, leaf, record)
         return record
+
+    def generators(self) -> PendingRecord:
+        """States of torch's generators now; the same object as last time where none has moved."""
+        record = self.observe(generator_states())
+        if record.entries != self._generators.entries or record.unobserved:
+            self._generators = record
+        return self._generators
 
     def flush(self) -> None:
         """Submit the tensors taken since the last time."""
@@ -107,7 +127,7 @@ class Observer:
                 record.entries.append((site, self._other(leaf)))
 
     def _take_tensor(self, site: str, tensor: Tensor, record: PendingRecord) -> None:
-        if _is_plain(tensor):
+        if is_ordinary(tensor):
             self._tensors.append((record, site, tensor))
         else:
             with _reasons(record, site):
@@ -129,9 +149,10 @@ class Observer:
     def _generator(self, generator: torch.Generator) -> Pending:
         """The state, digested only where it has moved since it was last asked for: it hardly ever has."""
         state = generator.get_state()
+        held = ctypes.string_at(state.data_ptr(), state.numel())  # compares in a tenth of torch.equal's time
         known = self._states.get(generator)
-        if known is None or not torch.equal(known[0], state):
-            known = self._states[generator] = (state, self._digester.submit(state))
+        if known is None or known[0] != held:
+            known = self._states[generator] = (held, self._digester.submit(state))
         return known[1]
 
 
@@ -144,18 +165,6 @@ def _reasons(record: PendingRecord, site: str) -> Iterator[None]:
         record.unobserved.append((site, error.reason))
     except Exception as error:  # a tensor subclass or a device may refuse in any way it likes
         record.unobserved.append((site, f"{type(error).__name__}: {error}".splitlines()[0]))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is certainly its own only part; ``parts`` finds out about the others."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not torch._is_functional_tensor(tensor)
-    )
 
 
 def _is_array(leaf: object) -> bool:

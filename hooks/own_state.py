@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {
 }
 _LOOK_AHEAD = 2
 """An attribute may be a whole engine or optimizer; what lies deeper in it is hardly the module's own."""
+_FIXED = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _SIMPLE = frozenset({Tensor, torch.Generator, bool, int, float, complex, str, bytes, type(None)})
 
 
@@ -52,6 +55,48 @@ def _is_compiled(function: object) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable") and not getattr(
         function, "_torchdynamo_disable", False
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """What tells that a module's own state is still the same: it consists of immutable attributes only.
+
+    Objects that could hold the module are not kept, so that it is not kept alive.
+    """
+
+    attributes: list[str]
+    values: tuple[object, ...]
+    read: Callable[[dict[str, object]], tuple[object, ...]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Constant | None:
+        """None for a module that has buffers, other tensors, or anything that could change in place."""
+        held = module.__dict__
+        own = [name for name in held if name not in _INTERNAL]
+        if (
+            held.get("_buffers")
+            or inner_of(module) is not None
+            or not all(map(_is_fixed, map(held.get, own)))
+        ):
+            return None
+        if not isinstance(held.get("_buffers"), dict) or "training" not in held:
+            return None
+        read = operator.itemgetter("training", "training", *own)  # two at least, so that it gives a tuple
+        return cls(list(held), read(held), read)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the own state of ``module`` is what it was."""
+        held = module.__dict__
+        return (
+            list(held) == self.attributes
+            and not held["_buffers"]
+            and all(map(operator.is_, self.read(held), self.values))
+        )
+
+
+def _is_fixed(value: object) -> bool:
+    kind = type(value)
+    return kind in _FIXED or (kind is tuple and all(type(item) in _FIXED for item in value))  # type: ignore[attr-defined]
 
 
 def own_state(module: nn.Module, large_bytes: int, closed: bool = False) -> OwnState:

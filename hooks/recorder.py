@@ -18,6 +18,7 @@ from detaudit.hooks.names import Names, held_modules, join, named_modules
 from detaudit.hooks.observe import Observer, PendingRecord
 from detaudit.hooks.own_state import own_state
 from detaudit.hooks.run import CallKey, RecordedRun, Recording, note_foreign_threads
+from detaudit.hooks.witness import Witness
 
 __all__ = ["CallKey", "CapturedCall", "Recorder", "Recording", "held_modules"]
 
@@ -51,6 +52,7 @@ class Recorder:
         self.exclude = tuple(exclude)
         self.large_bytes = large_bytes
         self.graphs = graphs or GraphWatcher(digester)
+        self._witness = Witness(digester, large_bytes)
         self._names = Names()
         self._last = self._names
         self._run: RecordedRun | None = None
@@ -100,10 +102,10 @@ class Recorder:
             UsageError: a recording is in progress already.
         """
         recording = Recording()
+        self._witness.begin()
         run = RecordedRun(
             self._names.fork(),
-            self.digester,
-            self.large_bytes,
+            self._witness,
             self.wants,
             Captures(capture or (), capture_bytes),
             dict(substitute or {}),

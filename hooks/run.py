@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from detaudit.core.digest import Digester, Pending, unseen
+from detaudit.core.digest import Pending, unseen
 from detaudit.core.recording import Call, Record
 from detaudit.hooks.calls import Entry, Wrappers, is_symbolic
 from detaudit.hooks.capture import CapturedCall, Captures, copy_of
@@ -73,6 +73,7 @@ class RecordedRun:
 
     Args:
         names: of the attached modules; modules met in the run are added.
+        witness: observes what calls are handed and return.
         wants: whether calls of a module path are recorded.
         substitutes: outputs that replace those of the calls they are filed under.
         capture: gives who listens to the calls made into a CUDA graph that this thread is capturing now.
@@ -81,8 +82,7 @@ class RecordedRun:
     def __init__(
         self,
         names: Names,
-        digester: Digester,
-        large_bytes: int,
+        witness: Witness,
         wants: Callable[[str], bool],
         captures: Captures,
         substitutes: Mapping[CallKey, Any],
@@ -92,10 +92,9 @@ class RecordedRun:
         self.over = False
         self.wrappers: Wrappers | None = None
         self.wants = wants
-        self.large_bytes = large_bytes
         self._captures = captures
         self._substitutes = substitutes
-        self._witness = Witness(digester, large_bytes)
+        self.witness = witness
         self._lock = threading.RLock()
         self._main: list[Frame] = []
         self._thread = _Thread(threading.current_thread(), self._main)
@@ -148,7 +147,7 @@ class RecordedRun:
                 if frame.captured is not None:
                     self._captures.output(frame.captured, output)
                 with unseen():
-                    self._witness.leave(frame, output)
+                    self.witness.leave(frame, output)
         frame.release()
         return output
 
@@ -162,7 +161,7 @@ class RecordedRun:
             _cut_short(frame)
         elif not self.over and frame.recorded and isinstance(error, Exception):
             with self._lock, unseen():
-                self._witness.look_again(frame)
+                self.witness.look_again(frame)
         frame.release()
 
     def current_call(self) -> CallKey | None:
@@ -174,7 +173,7 @@ class RecordedRun:
     def generators(self) -> PendingRecord:
         """Generator states now."""
         with self._lock, unseen():
-            return self._witness.generators()
+            return self.witness.generators()
 
     def replayed(self, template: Template, digests: Sequence[Pending], rng: PendingRecord) -> None:
         """A CUDA graph was replayed in this thread: its calls are made here once more.
@@ -277,7 +276,7 @@ class RecordedRun:
             kind = "TorchScript" if isinstance(module, torch.jit.ScriptModule) else "compiled"
             self._close_up(module, f"it runs inside a {kind} module")
         frame.inside_closed = frame.inside_closed or closed
-        self._witness.enter(frame, closed)
+        self.witness.enter(frame, closed)
 
     def _close_up(self, module: nn.Module | None, reason: str) -> None:
         """What happens inside the module is not seen."""

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
+
+from torch import Tensor, nn
 
 from detaudit.core.digest import Digester
 from detaudit.hooks.frames import Frame
 from detaudit.hooks.names import innermost
-from detaudit.hooks.observe import Observer, PendingRecord, generator_states
-from detaudit.hooks.own_state import own_state
+from detaudit.hooks.observe import Observer, PendingRecord
+from detaudit.hooks.own_state import Constant, own_state
 from detaudit.hooks.tree import flatten
 
 
 class Witness:
-    """Fills a frame's records. Used by one thread at a time, with the target's modes off (``unseen``)."""
+    """Fills frames' records. Used by one thread at a time, with the target's modes off (``unseen``)."""
 
     def __init__(self, digester: Digester, large_bytes: int) -> None:
+        self.large_bytes = large_bytes
         self._observer = Observer(digester)
-        self._large_bytes = large_bytes
+        self._constant: weakref.WeakKeyDictionary[nn.Module, tuple[Constant, PendingRecord]]
+        self._constant = weakref.WeakKeyDictionary()
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._observer.trim()
 
     def enter(self, frame: Frame, closed: bool) -> None:
         """Inputs, generator states and own state on entry. ``closed``: with that of all modules inside."""
@@ -31,7 +40,7 @@ class Witness:
 
     def generators(self) -> PendingRecord:
         """States of torch's generators now."""
-        return self._observer.observe(generator_states())
+        return self._observer.generators()
 
     def leave(self, frame: Frame, output: Any) -> None:
         """The output, and again the inputs and the own state: what the call changed in place."""
@@ -51,14 +60,38 @@ class Witness:
         frame.seen_again = True
 
     def _inputs(self, frame: Frame) -> PendingRecord:
-        leaves = flatten(frame.args, "args")
-        return self._observer.observe([*leaves, *flatten(frame.kwargs, "kwargs")] if frame.kwargs else leaves)
+        leaves = arguments(frame.args)
+        if frame.kwargs:
+            leaves.extend(flatten(frame.kwargs, "kwargs"))
+        return self._observer.observe(leaves)
 
     def _state(self, frame: Frame) -> PendingRecord:
         assert frame.owner is not None
-        state = own_state(frame.owner, self._large_bytes, frame.closed)
+        if not frame.closed:
+            known = self._constant.get(frame.owner)
+            if known is not None and known[0].holds(frame.owner):
+                return known[1]
+        state = own_state(frame.owner, self.large_bytes, frame.closed)
         record = self._observer.observe(state.leaves)
         if state.large:
-            reason = f"its module's own state is over {self._large_bytes:,} bytes: digested around runs only"
+            reason = f"its module's own state is over {self.large_bytes:,} bytes: digested around runs only"
             record.unobserved.extend((site, reason) for site, _ in state.large)
+        elif not frame.closed and (constant := Constant.of(frame.owner)) is not None:
+            self._constant[frame.owner] = constant, record
         return record
+
+
+_ARGUMENTS = [f"args[{index}]" for index in range(16)]
+
+
+def arguments(args: tuple[Any, ...]) -> list[tuple[str, object]]:
+    """``flatten(args, "args")``, faster for what modules are mostly handed: a few tensors."""
+    if len(args) > len(_ARGUMENTS):
+        return list(flatten(args, "args"))
+    leaves: list[tuple[str, object]] = []
+    for site, argument in zip(_ARGUMENTS, args, strict=False):
+        if type(argument) is Tensor:
+            leaves.append((site, argument))
+        else:
+            leaves.extend(flatten(argument, site))
+    return leaves

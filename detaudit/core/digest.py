@@ -43,20 +43,33 @@ class NotObservable(Exception):
         self.reason = reason
 
 
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """Torch function modes, dispatch modes, functorch and autograd are off inside."""
-    with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
-        torch._C._DisableFuncTorch(),
-        torch.no_grad(),
-    ):
+class unseen(contextlib.ContextDecorator):
+    """Torch function modes, dispatch modes, functorch and autograd are off inside.
+
+    Entered twice for every recorded call, so it is spelled out: torch's own ``no_grad`` alone takes longer.
+    """
+
+    __slots__ = ("_grad", "_guards")
+
+    def _recreate_cm(self) -> unseen:
+        return unseen()  # as a decorator: calls may overlap
+
+    def __enter__(self) -> None:
+        off: list[Any] = [torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch()]
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            off.append(torch._C._DisableFuncTorch())
+        for guard in off:
+            guard.__enter__()
+        self._guards = off
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
         _inside.depth += 1
-        try:
-            yield
-        finally:
-            _inside.depth -= 1
+
+    def __exit__(self, *error: object) -> None:
+        _inside.depth -= 1
+        torch._C._set_grad_enabled(self._grad)
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
 
 
 class _Inside(threading.local):
@@ -68,11 +81,13 @@ _inside = _Inside()
 
 def _unseen(function: Callable[P, T]) -> Callable[P, T]:
     """Run it unseen; at no cost for a caller that is so already, as is one who digests many tensors."""
-    guarded = unseen()(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return function(*args, **kwargs) if _inside.depth else guarded(*args, **kwargs)
+        if _inside.depth:
+            return function(*args, **kwargs)
+        with unseen():
+            return function(*args, **kwargs)
 
     return call
 
@@ -197,15 +212,30 @@ def parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
     Raises:
         NotObservable: none of these applies (meta tensors, opaque storage, unknown subclasses).
     """
-    exact = type(tensor) is Tensor and not interposed()
-    keys = torch._C._dispatch_keys(tensor).raw_repr() if exact else 0
-    if exact and keys in _ordinary_keys and tensor.data_ptr() != 0:
+    if not interposed() and type(tensor) is Tensor and is_ordinary(tensor) and tensor.data_ptr() != 0:
         return [("", tensor)]
     with unseen():
-        found = list(_parts(tensor, ""))
-    if exact and [suffix for suffix, _ in found] == [""]:
+        return list(_parts(tensor, ""))
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether the tensor is certainly its own only part; ``parts`` finds out about others."""
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        return False
+    keys = torch._C._dispatch_keys(tensor).raw_repr()
+    if keys in _ordinary_keys:
+        return True
+    ordinary = (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not torch._is_functional_tensor(tensor)
+    )
+    if ordinary:
         _ordinary_keys.add(keys)
-    return found
+    return ordinary
 
 
 def _parts(tensor: Tensor, suffix: str) -> Iterator[tuple[str, Tensor]]:
