@@ -108,8 +108,10 @@ class CapturePass:
                     looked_at, operator=operator.operator, mechanism=mechanism(operator.operator)
                 )
                 self._keep_operator(origin, operator)
+            elif operator is not None and operator.kind == "host":
+                looked_at = replace(looked_at, mechanism=_from_host(operator))
             examined.append(looked_at)
-            findings += _noticed(origin.module, numbers, operator)
+            findings += _noticed(origin, numbers, operator)
         return tuple(examined), findings
 
     def _run(self, **options: Any) -> Execution:
@@ -244,7 +246,15 @@ def combine(differences: Iterable[Difference]) -> Numbers:
     )
 
 
-def _noticed(module: str, numbers: Numbers, operator: OperatorDifference | None) -> list[Finding]:
+def _from_host(operator: OperatorDifference) -> str:
+    return (
+        f"{operator.operator} is given host values that differ ({', '.join(operator.sites)}): a clock, an "
+        "address, the order of a set, or a generator that was not put back"
+    )
+
+
+def _noticed(origin: Origin, numbers: Numbers, operator: OperatorDifference | None) -> list[Finding]:
+    module = origin.module
     found: list[Finding] = []
     if numbers.has_nan:
         found.append(Finding("nan", module, "its outputs hold NaN"))
@@ -254,11 +264,13 @@ def _noticed(module: str, numbers: Numbers, operator: OperatorDifference | None)
     if numbers.order_only:
         message = "its outputs hold the same rows in another order: something collects without a fixed order"
         found.append(Finding("order-only", module, message))
-    if operator is not None and operator.kind == "inputs":
+    # Where the origin itself was handed something that nobody saw, that is what may differ.
+    seen_whole = origin.mechanism is None
+    if operator is not None and operator.kind == "inputs" and seen_whole:
         message = (
             f"{operator.operator} inside it reads {', '.join(operator.sites)}, which differs although no "
-            "operator made it so: memory that nothing has written, or a kernel that torch's dispatcher "
-            "does not see"
+            "operator made it so: memory that nothing has written, a kernel that torch's dispatcher does "
+            "not see, or data that came from outside torch"
         )
         found.append(Finding("uninitialised-memory", module, message))
     return found

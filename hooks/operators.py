@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from detaudit.core.digest import Digester
-from detaudit.core.recording import Record
+from detaudit.core.recording import SCALAR_PREFIX, Record
 from detaudit.hooks.dispatch import Watcher
 from detaudit.hooks.observe import PendingRecord, generator_states, observe
 
@@ -53,6 +53,10 @@ _OVERWRITING = frozenset(
 """These do not read the tensor they write, so its former contents are no input."""
 
 
+_FROM_HOST = frozenset({"aten.lift_fresh.default", "aten.lift_fresh_copy.default"})
+"""What ``torch.tensor`` calls with the data it was given."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
     """One operator call.
@@ -87,7 +91,8 @@ class OperatorDifference:
         occurrence: 0 for the first operator of this name in the module call, then 1, ...
         kind: ``outputs``, it was given equal inputs and made different outputs. ``inputs``, it was given
             different inputs although nothing seen before made them: uninitialised memory, or a kernel that
-            torch's dispatcher does not see. ``sequence``, another operator (or none) ran in its place.
+            torch's dispatcher does not see. ``host``, it was given equal tensors, and host scalars, host data
+            or generator states that differ. ``sequence``, another operator (or none) ran in its place.
         sites: the sites that differ; empty for ``sequence``.
     """
 
@@ -96,7 +101,7 @@ class OperatorDifference:
     call: int
     index: int
     occurrence: int
-    kind: Literal["outputs", "inputs", "sequence"]
+    kind: Literal["outputs", "inputs", "host", "sequence"]
     sites: tuple[str, ...] = ()
 
 
@@ -228,10 +233,24 @@ def _compare(op: Operator, other: Operator | None, occurrence: int) -> OperatorD
     if other is None or other.name != op.name:
         return OperatorDifference(*place, "sequence")
     if op.inputs != other.inputs:
-        return OperatorDifference(*place, "inputs", _sites(op.inputs, other.inputs))
+        sites = _sites(op.inputs, other.inputs)
+        host = op.name in _FROM_HOST or all(map(_is_host(op, other), sites))
+        return OperatorDifference(*place, "host" if host else "inputs", sites)
     if op.outputs != other.outputs:
         return OperatorDifference(*place, "outputs", _sites(op.outputs, other.outputs))
     return None
+
+
+def _is_host(op: Operator, other: Operator) -> Callable[[str], bool]:
+    """Whether a site held a Python scalar or a generator's state in both."""
+    values = [dict(op.inputs), dict(other.inputs)]
+
+    def is_host(site: str) -> bool:
+        if site.startswith("rng.") or site.endswith(".generator"):
+            return True
+        return all(site not in held or held[site].dtype.startswith(SCALAR_PREFIX) for held in values)
+
+    return is_host
 
 
 def _extra(a: Sequence[Operator], b: Sequence[Operator]) -> OperatorDifference | None:
@@ -279,7 +298,8 @@ def _traits(func: Any) -> _Traits:
     # A custom operator's schema is what its author wrote; torch's own are tested.
     trusted = func.namespace in ("aten", "prims", "prim")
     alias = trusted and bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
-    if (alias and not written) or schema.name.endswith("_like") or schema.name.startswith("aten::new_"):
+    view = alias and not written and str(func) not in _FROM_HOST
+    if view or schema.name.endswith("_like") or schema.name.startswith("aten::new_"):
         unread |= {0, schema.arguments[0].name}  # the size and the strides are all they look at
     returns_new = schema.name not in _UNINITIALISED and not alias
     return _Traits(frozenset(written) if trusted else None, frozenset(unread), returns_new, draws)

@@ -349,3 +349,43 @@ def test_an_origin_behind_another_is_found_once_the_first_is_held_fixed(tmp_path
     assert (second.module, second.condition, second.comparisons) == ("2", "held-fixed-1", 3)
     assert second.max_ulp
     assert first.healed is second.healed is True
+
+
+NOISE = """
+def noise():
+    return int.from_bytes(os.urandom(4), "little")
+
+class Producer(nn.Module):
+    def forward(self, x):
+        return x + noise()
+
+class Consumer(nn.Module):
+    def forward(self, parts):
+        return sum(parts) * 2
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.producer, self.consumer = Producer(), Consumer()
+    def forward(self, x):
+        return self.consumer(PASS(self.producer(x)))
+
+def build_model():
+    return Model()
+"""
+
+
+def test_a_number_from_the_host_is_no_uninitialised_memory(tmp_path: Path) -> None:
+    report = run_audit(tmp_path, NOISE.replace("PASS", ""))
+    [origin] = report.origins
+    assert origin.module == "producer"
+    assert origin.mechanism is not None
+    assert "aten.add.Tensor is given host values that differ (args[1])" in origin.mechanism
+    assert "uninitialised-memory" not in kinds(report)
+
+
+def test_inputs_that_nobody_saw_are_no_uninitialised_memory(tmp_path: Path) -> None:
+    report = run_audit(tmp_path, NOISE.replace("PASS(self.producer(x))", "(y for y in [self.producer(x)])"))
+    mechanisms = {origin.module: origin.mechanism for origin in report.origins}
+    assert mechanisms["consumer"] == "some inputs were not observed: args[0]"
+    assert "uninitialised-memory" not in kinds(report)

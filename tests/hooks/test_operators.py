@@ -138,7 +138,7 @@ def test_random_operators_have_the_generator_state_as_input() -> None:
     assert runs[0][-1].outputs != runs[1][-1].outputs
     difference = first_differing(*runs)
     assert difference is not None
-    assert (difference.kind, difference.operator) == ("inputs", "aten.bernoulli_.float")
+    assert (difference.kind, difference.operator) == ("host", "aten.bernoulli_.float")
     assert difference.sites == ("rng.cpu",)
     private = torch.Generator().manual_seed(3)
     draws = [record(lambda: torch.rand(4, generator=private)) for _ in range(2)]
@@ -164,6 +164,18 @@ def test_uninitialised_memory_is_no_output_and_shows_where_it_is_read() -> None:
         "inputs",
         ("args[1]",),
     )
+
+
+def test_host_values_are_no_uninitialised_memory() -> None:
+    x = torch.ones(4)
+    for run, operator, site in (
+        (lambda n: lambda: x + n, "aten.add.Tensor", "args[1]"),
+        (lambda n: lambda: torch.full((4,), n), "aten.full.default", "args[1]"),
+        (lambda n: lambda: torch.tensor([n, 1.0]), "aten.lift_fresh.default", "args[0]"),
+    ):
+        difference = first_differing(record(run(2.0)), record(run(3.0)))
+        assert difference is not None
+        assert (difference.kind, difference.operator, difference.sites) == ("host", operator, (site,))
 
 
 def test_another_sequence_is_told_where_it_begins() -> None:
