@@ -122,7 +122,7 @@ class _Worker:
         except NotDisassembled as error:
             return _Result((), str(error))
         except OSError as error:
-            return _Result((), f"cannot be read: {error.strerror or error}")
+            return _Result((), f"cannot be scanned: {error.strerror or error}")
         self._cache.put(key, found)
         return _Result(found)
 
