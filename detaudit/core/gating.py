@@ -40,7 +40,7 @@ EXIT_CODES: dict[Status, int] = {
     "inconclusive": EXIT_INCONCLUSIVE,
 }
 
-Comparison = Literal["equal", "changed", "other-inputs", "unknown-environment", "absent"]
+Comparison = Literal["equal", "changed", "other-inputs", "unknown-environment", "absent", "nothing-stable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class BaselineResult:
         environment: id of this environment, and ``against`` of the baseline that was compared (the
             nearest one where this one is not in the lock).
         bits_equal: whether the compared bits agree; ``None`` where none could be compared.
-        conditions: what was compared.
+        conditions: what was compared. ``calls`` had stable bits on both sides, ``calls_varying`` had not.
     """
 
     comparison: Comparison
@@ -111,6 +111,8 @@ class BaselineResult:
     change: Change | None = None
     environment_changes: tuple[EnvironmentChange, ...] = ()
     conditions: tuple[str, ...] = ()
+    calls: int = 0
+    calls_varying: int = 0
 
 
 @dataclass(frozen=True, slots=True)

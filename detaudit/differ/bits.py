@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import compress, count
+from operator import ne
 from typing import NamedTuple
 
 from detaudit.compare.classes import FINAL, INPUTS, group
-from detaudit.core.recording import HISTORY, HOOKS_OFF, SUPERSEDED, RunColumns, TraceView, Value
+from detaudit.core.recording import (
+    HELD_FIXED,
+    HISTORY,
+    HOOKS_OFF,
+    SUPERSEDED,
+    RunColumns,
+    TraceView,
+    Value,
+)
 
 VARIES = "varies"
 """In place of a digest: the runs of the trace do not agree."""
@@ -78,12 +88,14 @@ class Bits:
 def bits(view: TraceView) -> dict[str, Bits]:
     """The bits of every condition that was recorded call by call, by its name.
 
+    Controls are left out: what a run with outputs held fixed computes depends on which run they are from.
+
     Raises:
         TraceUnreadable: the trace is damaged, or holds no finished run.
     """
     by_condition: dict[str, list[RunColumns]] = {}
     for run in view.runs():
-        if run.condition not in (HOOKS_OFF, SUPERSEDED, *HISTORY):
+        if not run.condition.startswith((HOOKS_OFF, SUPERSEDED, HELD_FIXED, *HISTORY)):
             by_condition.setdefault(run.condition, []).append(run)
     digests = _Digests(view)
     parameters = digests.parameters([run for runs in by_condition.values() for run in runs])
@@ -140,17 +152,34 @@ def _bits(
 ) -> Bits:
     classes = group(runs)
     reference = classes[0].run
-    keys = _keys(reference)
-    others = [_content(item.run, digests) for item in classes[1:]]
+    apart: dict[int, set[Content]] = {}
+    for item in classes[1:]:
+        for index, content in _where_apart(reference, item.run, digests):
+            apart.setdefault(index, set()).add(content)
     calls: list[CallBits] = []
-    for index, (module, ordinal) in enumerate(keys):
-        found = [_content_at(reference, index, digests)]
-        found += [other.get((module, ordinal), NOT_CALLED) for other in others]
-        agreed = (values[0] if len(set(values)) == 1 else VARIES for values in zip(*found, strict=True))
+    for index, (module, ordinal) in enumerate(_keys(reference)):
+        content = _content_at(reference, index, digests)
+        if index in apart:
+            every = zip(content, *apart[index], strict=True)
+            content = Content(*(part[0] if len(set(part)) == 1 else VARIES for part in every))
         info = view.modules[module]
-        calls.append(CallBits(info.path, info.cls, ordinal, reference.parent[index], Content(*agreed)))
-    inputs_, final = digests.of_runs(runs, INPUTS), digests.of_runs(runs, FINAL)
-    return Bits(name, len(runs), tuple(calls), inputs_, final, parameters)
+        calls.append(CallBits(info.path, info.cls, ordinal, reference.parent[index], content))
+    inputs, final = digests.of_runs(runs, INPUTS), digests.of_runs(runs, FINAL)
+    return Bits(name, len(runs), tuple(calls), inputs, final, parameters)
+
+
+def _where_apart(
+    reference: RunColumns, other: RunColumns, digests: _Digests
+) -> Iterator[tuple[int, Content]]:
+    """Calls of the reference that ``other`` has with other content, or lacks."""
+    if reference.module == other.module:
+        parts = ((reference.args, other.args), (reference.state, other.state), (reference.out, other.out))
+        for index in sorted({i for a, b in parts for i in compress(count(), map(ne, a, b))}):
+            yield index, _content_at(other, index, digests)
+        return
+    found = {key: index for index, key in enumerate(_keys(other))}
+    for index, key in enumerate(_keys(reference)):
+        yield index, _content_at(other, found[key], digests) if key in found else NOT_CALLED
 
 
 def _keys(run: RunColumns) -> list[tuple[int, int]]:
@@ -160,10 +189,6 @@ def _keys(run: RunColumns) -> list[tuple[int, int]]:
         keys.append((module, seen[module]))
         seen[module] += 1
     return keys
-
-
-def _content(run: RunColumns, digests: _Digests) -> dict[tuple[int, int], Content]:
-    return {key: _content_at(run, index, digests) for index, key in enumerate(_keys(run))}
 
 
 def _content_at(run: RunColumns, index: int, digests: _Digests) -> Content:

@@ -37,7 +37,12 @@ def compare_with_lock(
         comparison = "other-inputs"
     else:
         comparison = "equal" if bits_equal else "changed"
-    return BaselineResult(comparison, environment, against, bits_equal, change, moved, common)
+    stable, varying = _counts(before, conditions, common)
+    if comparison == "equal" and not stable:
+        comparison, bits_equal = "nothing-stable", None
+    return BaselineResult(
+        comparison, environment, against, bits_equal, change, moved, common, stable, varying
+    )
 
 
 def nearest(lock: Lock, name: str, entries: Mapping[str, str]) -> str:
@@ -59,6 +64,18 @@ def _compare(
         if change is not None:
             return change, False, True
     return None, True, True
+
+
+def _counts(before: TargetBits, conditions: Mapping[str, Bits], common: tuple[str, ...]) -> tuple[int, int]:
+    """Calls whose outputs are stable on both sides, and calls of which that does not hold."""
+    stable = varying = 0
+    for name in common:
+        known = before.conditions[name].calls
+        for call in folded(conditions[name]).calls:
+            out = known[call.key].out if call.key in known else VARIES
+            varies = VARIES in (call.content.out, out)
+            stable, varying = stable + (not varies), varying + varies
+    return stable, varying
 
 
 def _change(now: Bits, before: ConditionBits, parameters: Mapping[str, str]) -> Change | None:

@@ -105,7 +105,8 @@ def _determinism(report: Report, target: str, allowed: Sequence[Allowance]) -> I
 
 
 def _origin(origin: Origin, report: Report) -> str:
-    of = f" of {report.rate.comparisons}" if origin.runs_differing <= report.rate.comparisons else ""
+    compared = report.rate.comparisons if origin.comparisons is None else origin.comparisons
+    of = f" of {compared}" if origin.runs_differing <= compared else ""
     facts = [f"differs in {origin.runs_differing}{of} runs on equal inputs"]
     if origin.max_ulp is not None:
         facts.append(f"by up to {origin.max_ulp} ULP")
@@ -174,7 +175,9 @@ def baseline_checks(baseline: BaselineResult, policy: Policy) -> Iterator[Check]
     comparison = baseline.comparison
     if comparison == "equal":
         compared = ", ".join(baseline.conditions)
-        yield Check("baseline", "passed", f"the same bits as the baseline ({compared})")
+        vary = f", {baseline.calls_varying} vary" if baseline.calls_varying else ""
+        message = f"the same bits as the baseline ({compared}: {baseline.calls} calls{vary})"
+        yield Check("baseline", "passed", message)
     elif comparison == "changed":
         message = f"stable, but other bits than the baseline; first in {baseline.change}"
         change = baseline.change
@@ -188,13 +191,16 @@ def baseline_checks(baseline: BaselineResult, policy: Policy) -> Iterator[Check]
 
 def baseline_notes(baseline: BaselineResult, policy: Policy) -> Iterator[str]:
     """What a comparison with the lock file shows beside its check."""
-    if baseline.comparison in ("absent", "unknown-environment") and policy.unknown_environment == "report":
+    unknown = baseline.comparison in ("absent", "nothing-stable", "unknown-environment")
+    if unknown and policy.unknown_environment == "report":
         yield _no_baseline(baseline)
     if baseline.comparison == "unknown-environment":
         yield _against_the_nearest(baseline)
 
 
 def _no_baseline(baseline: BaselineResult) -> str:
+    if baseline.comparison == "nothing-stable":
+        return "no call of this target has stable bits, so there is nothing to compare with the lock file"
     if baseline.comparison == "unknown-environment":
         return f"environment {baseline.environment} is not in the lock file; detaudit gate --update adds it"
     return "the lock file has no baseline for this target; detaudit gate --update takes one"

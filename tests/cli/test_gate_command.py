@@ -6,15 +6,19 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import jsonschema
 import pytest
 
-from tests.gate.repository import POLICY, Repository, one_line
+from detaudit.gate.policy import TargetPolicy
+from detaudit.gate.recording import Recorded
+from tests.gate.repository import POLICY, Repository, one_line, record_here
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "gate" / "sarif-schema-2.1.0.json").read_text())
 OUTPUTS = ("--json", "gate.json", "--junit", "gate.xml", "--sarif", "gate.sarif", "--markdown", "gate.md")
@@ -228,6 +232,23 @@ def test_the_time_budget_ends_a_target_that_hangs(tmp_path: Path) -> None:
     assert checks(repository, "serving/experts.py") == {"budget": "inconclusive"}
 
 
+def test_what_was_recorded_before_the_time_was_over_is_judged_and_no_pass(tmp_path: Path) -> None:
+    repository = Repository(tmp_path, policy="[tool.detaudit]\nruns = 5\ntime-budget = '90s'\n")
+
+    def cut_short(target: TargetPolicy, *arguments: Any, **options: Any) -> Recorded:
+        return replace(record_here(replace(target, runs=2), *arguments, **options), cut=True)
+
+    with mock.patch("detaudit.gate.gate.record", cut_short):
+        done = repository.detaudit("gate", "head.py", "--json", "gate.json")
+    assert done.returncode == 3, done.stderr
+    assert checks(repository, "head.py") == {
+        "evidence": "inconclusive",
+        "determinism": "passed",
+        "budget": "inconclusive",
+    }
+    assert "the time budget of 90 s ended after 2 of 5 runs" in done.stdout
+
+
 def test_a_target_that_takes_its_process_down_takes_nothing_else(tmp_path: Path) -> None:
     repository = Repository(tmp_path, policy="[tool.detaudit]\nruns = 2\n")
     repository.edit("head.py", "return torch.ones(2, 8)", "import os\n    os.kill(os.getpid(), 11)")
@@ -242,8 +263,7 @@ def test_ctrl_c_ends_the_audit_too(tmp_path: Path) -> None:
     pid = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
     repository.edit("head.py", "return torch.ones(2, 8)", pid)
     process = repository.start("gate", "head.py", "--junit", "gate.xml")
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+    while not (tmp_path / "pid").exists() and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)

@@ -125,7 +125,8 @@ def test_what_may_vary_has_no_bits() -> None:
     lock = locked(varying)
     assert '"layers.3": "in ' in dumps(lock)
     assert "out varies" in dumps(lock)
-    assert compared(lock, trace(layers(changed=7), layers(changed=3))).comparison == "equal"
+    again = compared(lock, trace(layers(changed=7), layers(changed=3)))
+    assert (again.comparison, again.calls, again.calls_varying) == ("equal", 3, 10)
     found = compared(lock, trace(layers(changed=2), layers(changed=2)))
     assert found.comparison == "changed"
     assert found.change is not None
@@ -147,6 +148,25 @@ def test_calls_of_one_module_beyond_the_kept_ones_share_an_entry() -> None:
         change = compared(lock, trace(steps(changed=call))).change
         assert change is not None
         assert (change.module, change.call) == ("block", named)
+
+
+def test_a_target_without_any_stable_bits_has_no_baseline() -> None:
+    racing = trace([node("", "0", "a")], [node("", "0", "b")])
+    found = compared(locked(racing), trace([node("", "0", "c")], [node("", "0", "d")]))
+    assert (found.comparison, found.bits_equal, found.calls, found.calls_varying) == (
+        "nothing-stable",
+        None,
+        0,
+        1,
+    )
+
+
+def test_controls_have_no_baseline() -> None:
+    found = trace(layers())
+    for condition in ("hooks-off", "history-1", "superseded", "held-fixed-1"):
+        found.add(layers(changed=1), condition=condition).add(layers(changed=2), condition=condition)
+    assert list(bits(found)) == ["in-process"]
+    assert dumps(locked(found)) == dumps(locked(trace(layers())))
 
 
 def test_parameters_are_told() -> None:
