@@ -94,17 +94,18 @@ def _check_writable(path: Path) -> None:
     """Before hours of audits rather than behind them; nothing is created."""
     from detaudit.core.files import not_written
 
-    reason = None
-    if path.is_dir():
-        reason = errno.EISDIR
-    elif not path.parent.exists():
-        reason = errno.ENOENT
-    elif not path.parent.is_dir():
-        reason = errno.ENOTDIR
-    elif not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        reason = errno.EACCES
-    if reason is not None:
-        raise not_written(path, OSError(reason, os.strerror(reason)))
+    real = Path(os.path.realpath(path))
+    folder, plain = real.parent, real.is_file() or not real.exists()
+    problems = (
+        (real.is_dir(), errno.EISDIR),
+        (not folder.exists(), errno.ENOENT),
+        (not folder.is_dir(), errno.ENOTDIR),
+        (plain and not os.access(folder, os.W_OK), errno.EACCES),
+        (real.exists() and not os.access(real, os.W_OK), errno.EACCES),
+    )
+    for there, reason in problems:
+        if there:
+            raise not_written(path, OSError(reason, os.strerror(reason)))
 
 
 def _update(gate: Gate, result: GateResult, policy: Policy) -> GateResult:

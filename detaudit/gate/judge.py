@@ -11,8 +11,6 @@ from detaudit.gate.policy import Allowance, Policy, TargetPolicy
 
 UNEXPLAINED = ("unobserved-producer", "observer-effect", "control-flow")
 """Findings that are a difference of their own: allowing the origins does not explain them."""
-
-
 SAME_ENVIRONMENT = "the environment is the same, so the target's code or what it computes with was changed"
 MOST_ENTRIES = 6
 """Changes of the environment that one line lists."""
@@ -31,6 +29,7 @@ def judge(report: Report, target: TargetPolicy, policy: Policy) -> Iterator[Chec
     if policy.kernels != "ignore":
         for kernel in report.kernels:
             yield _kernel(kernel, policy.kernels == "confirmed", _allows(allowed, target.name, kernel.module))
+        yield from _not_rerun(report, target.name, allowed)
 
 
 def notes(report: Report, target: TargetPolicy, policy: Policy) -> Iterator[str]:
@@ -72,7 +71,7 @@ def _evidence(report: Report, wanted: int) -> Check:
         return Check("evidence", "inconclusive", f"{reason}, so nothing was shown")
     compared = report.rate.comparisons
     message = f"{report.runs} runs, {compared} comparison{'' if compared == 1 else 's'}"
-    if report.runs < wanted and report.verdict == "deterministic":
+    if report.runs < wanted:
         return Check("evidence", "inconclusive", f"{message}; {wanted} runs were asked for")
     return Check("evidence", "passed", message)
 
@@ -164,6 +163,15 @@ def _kernel(kernel: KernelReport, confirmed: bool, allowed: bool) -> Check:
     message = f"kernel {kernel.case}: {kernel.outcome}, {kernel.outcome_reason}"
     weak = kernel.outcome != "confirmed" if confirmed else kernel.outcome == "vacuous-control"
     return Check("kernels", "inconclusive" if weak and not allowed else "passed", message, module)
+
+
+def _not_rerun(report: Report, target: str, allowed: Sequence[Allowance]) -> Iterator[Check]:
+    """Kernels that did not differ because the racy one did not run, and that no rerun says more about."""
+    rerun = {kernel.module for kernel in report.kernels}
+    for finding in report.findings:
+        known = finding.module in rerun or _allows(allowed, target, finding.module)
+        if finding.kind == "fused-not-run" and not known:
+            yield Check("kernels", "inconclusive", finding.message, finding.module)
 
 
 def _allows(allowances: Iterable[Allowance], target: str, module: str | None) -> bool:

@@ -81,6 +81,12 @@ def test_bound(bound: float | None, status: list[str]) -> None:
     assert statuses(checks(nondeterministic(), *allow("*"), bound=bound), "bound") == status
 
 
+def test_fewer_runs_than_asked_for() -> None:
+    assert statuses(checks(deterministic(), runs=21), "evidence") == ["inconclusive"]
+    assert statuses(checks(nondeterministic(), *allow("*"), runs=21), "evidence") == ["inconclusive"]
+    assert statuses(checks(deterministic(), runs=20), "evidence") == ["passed"]
+
+
 def test_conditions() -> None:
     found = checks(deterministic(), conditions=("in-process", "hooks-off", "cuda-graph"))
     assert statuses(found, "conditions") == ["passed", "passed", "inconclusive"]
@@ -112,6 +118,14 @@ def test_a_vacuous_control_is_no_pass() -> None:
         one = replace(report, kernels=(kernel,))
         assert statuses(checks(one, kernels="shown"), "kernels") == [shown]
         assert statuses(checks(one, kernels="confirmed"), "kernels") == [confirmed]
+
+
+def test_a_racy_kernel_that_did_not_run_shows_nothing() -> None:
+    finding = Finding("fused-not-run", "layers.0.mlp.experts", "did not differ, because it did not run")
+    report = replace(deterministic(), kernels=(), findings=(finding,))
+    assert statuses(checks(report, kernels="shown"), "kernels") == ["inconclusive"]
+    assert statuses(checks(report, kernels="ignore"), "kernels") == []
+    assert statuses(checks(report, *allow("*.experts"), kernels="shown"), "kernels") == []
 
 
 def test_a_kernel_that_differs_with_the_models_own_settings_fails() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import date
 from pathlib import Path
 
@@ -148,3 +149,19 @@ def test_missing_files(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     with pytest.raises(PolicyInvalid, match=r"no \[tool.detaudit\]"):
         read_policy(tmp_path / "pyproject.toml")
+
+
+def test_the_documented_policy_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gate.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    found = policy(tmp_path, example, "pyproject.toml", today=date(2026, 1, 1))
+    assert [(target.name, target.runs) for target in found.targets] == [
+        ("model.py", 60),
+        ("serving/decode.py:build_small", 100),
+    ]
+    listed = page.split("| key | meaning | default |")[1].split("\n\n")[0]
+    keys = re.findall(r"`([\w-]+)`", "\n".join(line.split("|")[1] for line in listed.splitlines() if line))
+    with pytest.raises(PolicyInvalid) as caught:
+        policy(tmp_path, "no-such-key = 1\n")
+    known = str(caught.value).split("known keys: ")[1].split(", ")
+    assert sorted(keys) == known
