@@ -70,7 +70,7 @@ def _evidence(report: Report, wanted: int) -> Check:
         reason = report.coverage.get("reason") or "nothing was compared"
         return Check("evidence", "inconclusive", f"{reason}, so nothing was shown")
     compared = report.rate.comparisons
-    message = f"{report.runs} runs, {compared} comparison{'' if compared == 1 else 's'}"
+    message = f"{_count(report.runs, 'run')}, {_count(compared, 'comparison')}"
     if report.runs < wanted:
         return Check("evidence", "inconclusive", f"{message}; {wanted} runs were asked for")
     return Check("evidence", "passed", message)
@@ -78,7 +78,9 @@ def _evidence(report: Report, wanted: int) -> Check:
 
 def _determinism(report: Report, target: str, allowed: Sequence[Allowance]) -> Iterator[Check]:
     if report.verdict == "deterministic":
-        yield Check("determinism", "passed", f"no difference in {report.rate.comparisons} comparisons")
+        yield Check(
+            "determinism", "passed", f"no difference in {_count(report.rate.comparisons, 'comparison')}"
+        )
         return
     forbidden = [origin for origin in report.origins if not _allows(allowed, target, origin.module)]
     for origin in forbidden:
@@ -101,6 +103,10 @@ def _determinism(report: Report, target: str, allowed: Sequence[Allowance]) -> I
         modules = len({origin.module for origin in report.origins})
         what = "the one module" if modules == 1 else f"the {modules} modules"
         yield Check("determinism", "passed", f"{what} that varied may vary")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _origin(origin: Origin, report: Report) -> str:
