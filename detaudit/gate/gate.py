@@ -16,6 +16,7 @@ from detaudit.core.errors import EXIT_INCONCLUSIVE, DetauditError, PolicyInvalid
 from detaudit.core.files import not_written
 from detaudit.core.gating import BaselineResult, Check, GateResult, Status, TargetResult
 from detaudit.core.records import Report
+from detaudit.core.scans import ScanReport
 from detaudit.differ.bits import Bits, bits
 from detaudit.differ.environment import fingerprint
 from detaudit.gate import judge
@@ -65,9 +66,10 @@ class Gate:
 
         Raises:
             PolicyInvalid: an allowance covers no module of the targets it is for.
-            TraceUnreadable, TraceVersion: a given trace cannot be read.
+            TraceUnreadable, TraceVersion: a given trace, or the scan, cannot be read.
             TraceNotWritten: the folder for traces cannot be made.
         """
+        scan = None if self.scan is None else read_scan(self.scan)
         begun = time.monotonic()
         results: list[TargetResult] = []
         seen: list[tuple[str, tuple[str, ...]]] = []
@@ -80,8 +82,8 @@ class Gate:
                     seen.append((subject.target.name, evidence.modules))
                 self.progress.advance()
         self._check_allowances(seen, subjects)
-        if self.scan is not None:
-            results.append(self._scanned(self.scan))
+        if self.scan is not None and scan is not None:
+            results.append(self._scanned(self.scan, scan))
         source = self.policy.source
         return GateResult(tuple(results), str(source or ""), str(self.policy.lock_path))
 
@@ -132,6 +134,7 @@ class Gate:
         baseline = None
         stable = all(c.status == "passed" for c in checks if c.name in ("evidence", "determinism"))
         if stable and not evidence.environment:
+            checks += judge.no_environment(self.policy)
             notes.append("the trace holds no environment, so it has no baseline")
         elif stable:
             baseline = compare_with_lock(self.lock, target.name, evidence.environment, evidence.conditions)
@@ -148,8 +151,7 @@ class Gate:
         if baseline.comparison == "changed":
             notes.append(f"the baseline changes; {baseline.change}")
 
-    def _scanned(self, path: Path) -> TargetResult:
-        scan = read_scan(path)
+    def _scanned(self, path: Path, scan: ScanReport) -> TargetResult:
         if self.update:
             self.lock = self.lock.with_suspects(lock_suspects(scan))
             notes = [f"took {len(scan.suspects)} suspects of the scan as known"]

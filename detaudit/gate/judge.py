@@ -203,6 +203,12 @@ def baseline_checks(baseline: BaselineResult, policy: Policy) -> Iterator[Check]
         yield Check("baseline", "inconclusive", _no_baseline(baseline))
 
 
+def no_environment(policy: Policy) -> Iterator[Check]:
+    """For a trace whose recording ended before its environment was known."""
+    if policy.unknown_environment == "fail":
+        yield Check("baseline", "inconclusive", "the environment is not known, so nothing was compared")
+
+
 def baseline_notes(baseline: BaselineResult, policy: Policy) -> Iterator[str]:
     """What a comparison with the lock file shows beside its check."""
     unknown = baseline.comparison in ("absent", "nothing-stable", "unknown-environment")

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,12 +104,32 @@ def _process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         start_new_session=True,
     )
     try:
-        yield process
+        with _ending_with_us(process):
+            yield process
     finally:
         _signal(process, signal.SIGKILL)
         process.wait()
         if process.stderr is not None:
             process.stderr.close()
+
+
+@contextmanager
+def _ending_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
+    """A job that is cancelled ends this process by SIGTERM, which would leave the other session running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _frame: object) -> None:
+        _signal(process, signal.SIGKILL)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(process: subprocess.Popen[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from dataclasses import replace
@@ -258,20 +257,32 @@ def test_a_target_that_takes_its_process_down_takes_nothing_else(tmp_path: Path)
     assert "the audit ended with signal 11" in done.stdout
 
 
-def test_ctrl_c_ends_the_audit_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [(signal.SIGINT, 130, "detaudit: interrupted\n"), (signal.SIGTERM, -signal.SIGTERM, "")],
+)
+def test_ending_the_gate_ends_the_audit_too(number: int, code: int, words: str, tmp_path: Path) -> None:
     repository = Repository(tmp_path, policy="[tool.detaudit]\nruns = 2\n")
     pid = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
     repository.edit("head.py", "return torch.ones(2, 8)", pid)
     process = repository.start("gate", "head.py", "--junit", "gate.xml")
     while not (tmp_path / "pid").exists() and process.poll() is None:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, error = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert error == "detaudit: interrupted\n"
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert (process.returncode, error) == (code, words)
+    assert ended(int((tmp_path / "pid").read_text()))
     assert not (tmp_path / "gate.xml").exists()
+
+
+def ended(pid: int) -> bool:
+    """Whether a process ends within seconds; one that nobody waits for any more may stay as a zombie."""
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX":
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_in_github_actions(tmp_path: Path) -> None:
