@@ -1,6 +1,6 @@
 """Runs of a target in a fresh process: every run of a script, and the history control of a function target.
 
-The auditing process writes a job file, starts ``python -m detaudit.worker JOB RESULT`` and waits. The worker
+The auditing process writes a job file, starts ``main`` in a fresh process and waits. The worker
 appends its runs to the trace and leaves a result file; what went wrong in it is raised again by the auditing
 process.
 """
@@ -13,19 +13,23 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from detaudit.capture import keep
+from detaudit.capture import Kept, keep
 from detaudit.core import errors
 from detaudit.core.errors import EXIT_INTERRUPTED, DetauditError, TargetRaised
 from detaudit.core.recording import HOOKS_OFF
+from detaudit.core.records import KernelReport
 from detaudit.environment import environment
 from detaudit.execution import Execution, Session
+from detaudit.hooks.functions import FunctionTap
+from detaudit.hooks.recorder import Recorder
+from detaudit.kernels.cases import Case
 from detaudit.options import Options
 from detaudit.scripted import execute_script
 from detaudit.target import TargetSpec, load
@@ -44,8 +48,9 @@ class Job:
         output: file that takes what the target prints.
         generators: file with the generator states to begin with.
         write_unrecorded: whether runs that are not recorded go into the trace, as ``hooks-off``.
-        capture: (module path, call) pairs whose outputs are kept in the file ``captures``; such a run does
-            not go into the trace.
+        capture: (module path, call) pairs whose outputs are kept in the file ``captures``, a ``Captured``; such
+            a run does not go into the trace.
+        cases: folder where one call of each kernel in those calls (in any, if there are none) becomes a case.
     """
 
     spec: TargetSpec
@@ -61,6 +66,7 @@ class Job:
     write_unrecorded: bool = True
     capture: tuple[tuple[str, int], ...] = ()
     captures: Path | None = None
+    cases: Path | None = None
 
     def dumps(self) -> str:
         return json.dumps(dataclasses.asdict(self), default=str)
@@ -85,7 +91,25 @@ class Job:
         )
 
 
-_PATHS = ("trace", "output", "generators", "captures")
+_PATHS = ("trace", "output", "generators", "captures", "cases")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a capture run of a script kept. ``missing``: reports on kernel calls that could not become cases."""
+
+    calls: Mapping[tuple[str, int], Kept]
+    cases: Sequence[Case] = ()
+    missing: Sequence[KernelReport] = ()
+
+
+_PARENT = str(Path(__file__).resolve().parent.parent)
+_ENTRY = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from detaudit.worker import main; raise SystemExit(main(sys.argv[1:]))"
+)
+"""Not ``-m``: a ``random.py`` in the current folder would then stand for Python's own. Where detaudit itself
+is not installed, it is found behind everything else."""
 
 
 def launch(job: Job) -> None:
@@ -101,7 +125,7 @@ def launch(job: Job) -> None:
         job_file.write_text(job.dumps())
         job.output.parent.mkdir(parents=True, exist_ok=True)
         with job.output.open("ab") as output:
-            command = [sys.executable, "-m", "detaudit.worker", str(job_file), str(result_file)]
+            command = [sys.executable, "-P", "-c", _ENTRY, _PARENT, str(job_file), str(result_file)]
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
             )
@@ -137,13 +161,30 @@ def work(job: Job) -> None:
     if job.generators is not None:
         generators.load(job.generators.read_bytes())
     with TraceWriter.append(job.trace) as writer:
+        if job.captures is not None:
+            torch.save(_capture(job), job.captures)
+            return
         for execution in _script_runs(job) if job.spec.is_script else _function_runs(job):
-            if job.captures is not None:
-                torch.save(keep(execution), job.captures)
-            elif execution.run.condition != HOOKS_OFF or job.write_unrecorded:
+            if execution.run.condition != HOOKS_OFF or job.write_unrecorded:
                 writer.add_run(execution.run)
         if job.spec.is_script and job.first_position == 0:
             writer.set_meta("environment", environment())
+
+
+def _capture(job: Job) -> Captured:
+    """One run of a script with calls kept and, where ``job.cases`` is a folder, kernel calls saved as cases."""
+    from detaudit.kernel_calls import kernel_tap, not_kept, save_cases
+
+    taps: list[FunctionTap] = []
+
+    def tap(recorder: Recorder) -> FunctionTap:
+        taps.append(kernel_tap(recorder.current_call, dict(job.capture), job.options.capture_bytes))
+        return taps[0]
+
+    [execution] = _script_runs(job, tap if job.cases else None)
+    calls = [call for each in taps for call in each.calls]
+    cases = save_cases(calls, job.cases) if job.cases else []
+    return Captured(keep(execution), cases, list(not_kept(calls)))
 
 
 def _function_runs(job: Job) -> Iterator[Execution]:
@@ -154,7 +195,7 @@ def _function_runs(job: Job) -> Iterator[Execution]:
             yield session.execute(recorded=recorded, capture=job.capture)
 
 
-def _script_runs(job: Job) -> Iterator[Execution]:
+def _script_runs(job: Job, tap: Callable[[Recorder], FunctionTap] | None = None) -> Iterator[Execution]:
     for offset, recorded in enumerate(job.schedule):
         yield execute_script(
             job.spec,
@@ -164,6 +205,7 @@ def _script_runs(job: Job) -> Iterator[Execution]:
             process=job.process,
             recorded=recorded,
             capture=job.capture,
+            tap=tap,
         )
 
 
@@ -182,7 +224,3 @@ def main(argv: Sequence[str]) -> int:
         error = {"class": None, "message": traceback.format_exc()}
     result_file.write_text(json.dumps({"error": error}))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

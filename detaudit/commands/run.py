@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 from pathlib import Path
@@ -56,8 +57,9 @@ Examples:
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Also write the report as JSON.",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="Also write the report as JSON; - is standard output, and the rest goes to standard error.",
 )
 def command(
     target: str,
@@ -75,18 +77,24 @@ def command(
     Exit code: 0 no difference, 1 nondeterministic, 2 the audit could not be made, 3 inconclusive.
     """
     from detaudit.auditing import audit, default_trace
-    from detaudit.core.files import write_text
+    from detaudit.core.files import check_writable, write_text
     from detaudit.reporters import reporter
     from detaudit.reporters.progress import progress
     from detaudit.target import resolve
 
+    to_stdout = json_file == Path("-")
+    if json_file is not None and not to_stdout:
+        check_writable(json_file)  # now, and not after hours
     spec = resolve(target, script=script, argv=args)
     options = _options(settings)
     trace = output or default_trace(spec)
     with progress(None, "starting") as shown:
-        report = audit(spec, options, trace, shown)
-    reporter("terminal").render(report, sys.stdout)
-    if json_file is not None:
+        # The commands shown should name the trace as it was named here.
+        report = dataclasses.replace(audit(spec, options, trace, shown), trace=str(trace))
+    reporter("terminal").render(report, sys.stderr if to_stdout else sys.stdout)
+    if to_stdout:
+        reporter("json").render(report, sys.stdout)
+    elif json_file is not None:
         text = io.StringIO()
         reporter("json").render(report, text)
         write_text(json_file, text.getvalue())

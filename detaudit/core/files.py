@@ -29,6 +29,27 @@ def not_written(path: str | os.PathLike[str], error: OSError) -> TraceNotWritten
     return TraceNotWritten(f"cannot write {os.fspath(path)}: {reason}")
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Find out before long work that ``path`` cannot be written, as far as that shows; writes nothing.
+
+    Raises:
+        TraceNotWritten: its folder does not exist or may not be written to, or it is a folder itself.
+    """
+    real = Path(os.path.realpath(path))
+    try:
+        mode = _mode_of(real)
+        folder = _mode_of(real.parent)
+        if mode is not None and stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if folder is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        replaced = mode is None or stat.S_ISREG(mode)
+        if not os.access(real.parent if replaced else real, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` as UTF-8; see ``write_bytes``."""
     write_bytes(path, text.encode("utf-8", errors="surrogateescape"))

@@ -178,11 +178,11 @@ def _reserve(path: Path) -> None:
         raise TraceNotWritten(
             f"{path} exists already and a trace is never overwritten; choose another name with --output"
         ) from error
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise TraceNotWritten(
-            f"cannot write the trace {path}: there is no folder {path.parent}; create it first"
-        ) from error
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and not path.parent.is_dir():
+            raise TraceNotWritten(
+                f"cannot write the trace {path}: there is no folder {path.parent}; create it first"
+            ) from error
         reason = getattr(error, "strerror", None) or str(error)
         raise TraceNotWritten(
             f"cannot write the trace {path}: {reason.lower()}; write somewhere else with --output"

@@ -209,3 +209,33 @@ def test_a_script_that_takes_its_process_down(tmp_path: Path) -> None:
     done = detaudit("run", "model.py", "--runs", "2", cwd=tmp_path)
     assert done.returncode == 2
     assert "exit status 9" in one_line(done)
+
+
+def test_files_of_the_current_folder_stand_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "targets").mkdir()
+    (tmp_path / "asyncio.py").write_text("raise SystemError('shadowed')")
+    target(tmp_path / "targets", "import torch\ntorch.nn.Tanh()(torch.ones(2))\n", "script.py")
+    # As the installed program: -P keeps the current folder off sys.path.
+    command = [sys.executable, "-P", "-m", "detaudit", "run", "targets/script.py", "--runs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_report_as_json_on_standard_output(tmp_path: Path) -> None:
+    name = target(tmp_path, STABLE)
+    (tmp_path / "out").mkdir()
+    arguments = ["run", name, "--runs", "2", "--output", "out/t.detaudit", "--json", "-"]
+    done = detaudit(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["verdict"], report["trace"]) == ("deterministic", "out/t.detaudit")
+    assert "deterministic" in done.stderr
+    assert not (tmp_path / "-").exists()
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_runs(tmp_path: Path) -> None:
+    name = target(tmp_path, STABLE)
+    done = detaudit("run", name, "--output", "t.detaudit", "--json", "absent/r.json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "folder does not exist" in one_line(done)
+    assert not (tmp_path / "t.detaudit").exists()
