@@ -40,16 +40,17 @@ def command(trace: Path, origin: str | None, minimize: bool, seconds: float, out
       detaudit repro moe.detaudit --origin layers.0.mlp.experts --minimize --output moe-bug
     """
     from detaudit.reporters.progress import progress
+    from detaudit.repro.choose import findings
+
+    found = findings(trace, origin)
+    folder = output or Path(f"{trace.stem}-repro")
+
+    # These import torch, which a trace without a captured call need not wait for.
     from detaudit.repro.folder import write_repro
 
-    folder = output or Path(f"{trace.stem}-repro")
-    with progress(None, "reading the trace") as shown:
+    with progress(None, "starting") as shown:
         written = write_repro(
-            trace,
-            folder,
-            origin=origin,
-            minimize_seconds=seconds if minimize else None,
-            say=shown.describe,
+            found, folder, minimize_seconds=seconds if minimize else None, say=shown.describe
         )
     kind = written.finding.kind
     click.echo(f"{written.finding.module} differs alone, too:")

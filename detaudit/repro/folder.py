@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from detaudit.core.errors import EXIT_NONDETERMINISTIC, NotReproduced, TraceNotW
 from detaudit.core.files import not_written
 from detaudit.kernels.cases import Case
 from detaudit.repro.bug_report import bug_report
-from detaudit.repro.choose import Finding, findings
+from detaudit.repro.choose import Finding
 from detaudit.repro.minimize import minimize
 from detaudit.repro.script import build_script
 from detaudit.repro.shrink import elements
@@ -42,30 +42,28 @@ class Written:
 
 
 def write_repro(
-    trace: Path,
+    found: Sequence[Finding],
     output: Path,
     *,
-    origin: str | None = None,
     minimize_seconds: float | None = None,
     say: Say = lambda _: None,
 ) -> Written:
-    """Reproduce an origin of a trace in the folder ``output``.
+    """Write the folder ``output`` from the first of some captured calls that differs when repeated alone.
 
     Args:
-        origin: its module path; by default the first origin of which a call was captured.
+        found: captured calls of one origin, as `findings` gives them.
         minimize_seconds: time to spend on making the call smaller; ``None`` leaves it as it is.
         say: called with what is being done.
 
     Raises:
-        NoCase: no call of the origin was captured.
-        NotReproduced: the script was tried and did not end with 1; nothing is written.
+        NotReproduced: no script ended with 1; nothing is written.
         TraceNotWritten: ``output`` exists or cannot be written.
         CaseUnreadable: the captured call is damaged.
     """
     if os.path.lexists(output):
         raise TraceNotWritten(f"{output} exists already and is not overwritten; choose another with --output")
     failure: NotReproduced | None = None
-    for finding in findings(trace, origin):
+    for finding in found:
         with _beside(output) as scratch:
             try:
                 written = _build(finding, scratch, output, minimize_seconds, say)
@@ -73,8 +71,7 @@ def write_repro(
                 failure = failure or error
                 continue
             return written
-    assert failure is not None  # findings() gives at least one
-    raise failure
+    raise failure or NotReproduced("there is no captured call to repeat")
 
 
 def write_script(finding: Finding, case: Case, folder: Path) -> None:
@@ -83,6 +80,8 @@ def write_script(finding: Finding, case: Case, folder: Path) -> None:
     title = f"{finding.module} ({finding.origin.cls}) gives different bits for the same input."
     text = build_script(finding.kind, title, threads=_threads(finding, case), runs=RUNS)
     (folder / SCRIPT).write_text(text, encoding="utf-8")
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors writes for the owner only, and a folder to hand on is for others
 
 
 def _build(finding: Finding, scratch: Path, output: Path, seconds: float | None, say: Say) -> Written:

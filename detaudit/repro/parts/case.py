@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from detaudit.repro.parts.errors import UsageError
 
 ALIGNMENT = 256
 
@@ -29,10 +31,16 @@ class Saved:
     """``case.json`` and ``tensors.safetensors``. docs/kernels.md of detaudit describes the format.
 
     Raises:
-        OSError, ValueError: a file is missing or damaged.
+        UsageError: a file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
+        try:
+            self._read(folder)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise UsageError(f"the call in {folder} cannot be read: {error}") from error
+
+    def _read(self, folder: Path) -> None:
         self.description: dict[str, Any] = json.loads((folder / "case.json").read_text(encoding="utf-8"))
         tensors = folder / "tensors.safetensors"
         with safe_open(str(tensors), framework="pt") as file:

@@ -85,7 +85,7 @@ def _decide(subject: type[Subject], options: argparse.Namespace) -> tuple[int, d
     except Unsupported as error:
         print(f"The positive control could not run: {error}.", file=sys.stderr)
         return UNDECIDED, results
-    except (OSError, UsageError) as error:
+    except UsageError as error:
         print(f"repro.py: {error}", file=sys.stderr)
         return UNUSABLE, results
 
