@@ -25,6 +25,7 @@ from detaudit.core.gating import (
 from detaudit.reporters.gating import FORMATS, gate_reporter
 from tests.golden.reports import nondeterministic
 
+# The schema of the OASIS standard, SARIF 2.1.0 with errata 01; its "id" is where it is published.
 SCHEMA = json.loads((Path(__file__).parents[1] / "gate" / "sarif-schema-2.1.0.json").read_text())
 AWKWARD = "a|b <c> & \"d\" 'e' 100%\r\nnext\x1b[31m\x00 ]]> ✓ \U0001f600, f: g::h"
 BASELINE = BaselineResult(
