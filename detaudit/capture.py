@@ -160,7 +160,12 @@ class CapturePass:
         return None
 
     def _keep_operator(self, origin: Origin, operator: OperatorDifference) -> None:
-        """Once more, with copies of what that operator is handed: it can then be repeated alone."""
+        """Once more, with copies of what that operator is handed: it can then be repeated alone.
+
+        Only torch's own: others are there only once their library is imported, and are kept as kernel cases.
+        """
+        if operator.operator.partition(".")[0] not in ("aten", "prims"):
+            return
         inputs = OperatorInputs(
             within(self.session.recorder.current_call, [origin.module]),
             (operator.module, operator.call),

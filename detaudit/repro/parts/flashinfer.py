@@ -31,15 +31,13 @@ class FlashInferMoe:
     switch = "--unfused"
 
     def __init__(self, saved: Saved) -> None:
-        if not torch.cuda.is_available():
-            raise Unsupported("it was captured on a CUDA GPU, and torch finds none here")
-        self.case: Any = saved.on(torch.device("cuda", torch.cuda.current_device()))
+        self.case: Any = saved.on(gpu())
         top_k = self.case.tensors["token_selected_experts"].shape[-1]
         if top_k <= 2:
             raise Unsupported(f"with top_k {top_k} the order of additions cannot show")
         self.library = Library()
-        print(f"FlashInfer {self.library.version}, {torch.cuda.get_device_name()}")
         self.tactic = finalize_tactic(self.library, self.case)
+        print(f"FlashInfer {self.library.version}: gemm2 tactic {self.tactic} finalizes in its epilogue")
 
     def run(self, *, stable: bool) -> Run:
         call = MoeCall(self.library, self.case, fused=not stable)
@@ -50,6 +48,13 @@ class FlashInferMoe:
                 return (call(),)
 
         return once
+
+
+def gpu() -> torch.device:
+    """The current one. Raises Unsupported where there is none."""
+    if not torch.cuda.is_available():
+        raise Unsupported("it was captured on a CUDA GPU, and torch finds none here")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def finalize_tactic(library: Library, case: Case) -> int:
