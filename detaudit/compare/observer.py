@@ -43,7 +43,9 @@ class Observer:
         """Whether observing changed neither bits nor rate; ``None`` with nothing to compare."""
         if not self.on or not self.off:
             return None
-        return not self.bits_differ and (self.p_value is None or self.p_value >= SIGNIFICANT)
+        if self.p_value is None and not self.bits_differ:
+            return True if set(self.on) == set(self.off) else None  # one run has no rate
+        return self.p_value is not None and self.p_value >= SIGNIFICANT and not self.bits_differ
 
     def to_json(self) -> Mapping[str, Any]:
         return {
