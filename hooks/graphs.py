@@ -72,7 +72,8 @@ class CaptureRun(RecordedRun):
 
     def __init__(self, digester: Digester, like: RecordedRun | None) -> None:
         names = Names() if like is None else like.names
-        witness = Witness(digester, LARGE_BYTES if like is None else like.witness.large_bytes)
+        large_bytes = LARGE_BYTES if like is None else like.witness.large_bytes
+        witness = Witness(digester, large_bytes, reads_generators=False)
         super().__init__(names, witness, _all if like is None else like.wants, Captures((), 0), {})
         self.wrappers = like.wrappers if like else None
         self._template = Template(self._top, self._outermost)

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,18 +88,27 @@ class Observer:
         """Take the leaves; tensors are digested when ``flush`` is called, before anything can change them."""
         record = PendingRecord()
         for site, leaf in leaves:
-            self._take(site, leaf, record)
+            if type(leaf) is Tensor and is_ordinary(leaf):
+                self._tensors.append((record, site, leaf))
+            else:
+                self._take(site, leaf, record)
         return record
 
     def generators(self) -> PendingRecord:
         """States of torch's generators now; the same object as last time where none has moved."""
-        record = self.observe(generator_states())
-        if record.entries != self._generators.entries or record.unobserved:
-            self._generators = record
+        found = generator_states()
+        try:
+            entries = [(site, self._generator(generator)) for site, generator in found]
+        except Exception:  # one of them cannot be read, and ``observe`` says why
+            return self.observe(found)
+        if entries != self._generators.entries:
+            self._generators = PendingRecord(entries)
         return self._generators
 
     def flush(self) -> None:
         """Submit the tensors taken since the last time."""
+        if not self._tensors:
+            return
         taken, self._tensors = self._tensors, []
         distinct = {id(tensor): tensor for _, _, tensor in taken}
         try:
@@ -179,23 +188,19 @@ def _from_array(array: Any) -> Tensor:
             raise NotObservable(f"a NumPy array that torch cannot hold ({error})") from error
 
 
-def generator_states() -> list[tuple[str, object]]:
+def generator_states() -> list[tuple[str, torch.Generator]]:
     """(site, generator) of torch's default generators: ``rng.cpu``, and ``rng.cuda:N`` of devices in use.
 
-    A CUDA generator's state lies on the host, so reading it does not synchronise. While a stream is
-    capturing a graph it cannot be read; those sites are left out then.
+    A CUDA generator's state lies on the host, so reading it does not synchronise. While the current stream
+    captures a graph it cannot be read.
     """
-    found: list[tuple[str, object]] = [("rng.cpu", torch.default_generator)]
+    found: list[tuple[str, torch.Generator]] = [("rng.cpu", torch.default_generator)]
     cuda: Any = torch.cuda  # without annotations
-    if cuda.is_initialized() and not cuda.is_current_stream_capturing():
-        found.extend(
-            (f"rng.cuda:{index}", generator)
-            for index, generator in enumerate(cuda.default_generators)
-            if _has_context(index)
-        )
+    if cuda.is_initialized():
+        for index, generator in enumerate(cuda.default_generators):
+            if _has_context(index):
+                found.append((f"rng.cuda:{index}", generator))
     return found
 
 
-def _has_context(device: int) -> bool:
-    has_context: Any = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return True if has_context is None else bool(has_context(device))
+_has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda device: True)

@@ -42,12 +42,13 @@ class OwnState:
 
 def is_closed(module: nn.Module) -> bool:
     """Whether what happens inside is not seen, so that the state of all modules inside counts as its own."""
+    held, cls = module.__dict__, type(module)
     return (
-        isinstance(module, torch.jit.ScriptModule)
-        or module.__dict__.get("_compiled_call_impl") is not None
-        or type(module).__name__ == "OptimizedModule"
-        or _is_compiled(module.__dict__.get("forward"))
-        or _is_compiled(getattr(type(module), "forward", None))
+        held.get("_compiled_call_impl") is not None
+        or cls.__name__ == "OptimizedModule"
+        or ("forward" in held and _is_compiled(held["forward"]))
+        or _is_compiled(getattr(cls, "forward", None))
+        or isinstance(module, torch.jit.ScriptModule)
     )
 
 

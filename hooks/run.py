@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from detaudit.core.digest import Pending, unseen
+from detaudit.core.digest import Pending, interposed, unseen
 from detaudit.core.recording import Call, Record
 from detaudit.hooks.calls import Entry, Wrappers, is_symbolic
 from detaudit.hooks.capture import CapturedCall, Captures, copy_of
@@ -121,7 +122,7 @@ class RecordedRun:
             return capture.open(module, entry, args, kwargs)
         if self._is_capturing():
             return None
-        with self._lock, unseen():
+        with self._lock, _out_of_sight():
             frame = self._begin(module, entry, args, kwargs)
             self._seat(frame, stack)
             if frame.recorded:
@@ -146,7 +147,7 @@ class RecordedRun:
                 output = self._substituted(frame, output)
                 if frame.captured is not None:
                     self._captures.output(frame.captured, output)
-                with unseen():
+                with _out_of_sight():
                     self.witness.leave(frame, output)
         frame.release()
         return output
@@ -160,7 +161,7 @@ class RecordedRun:
         if self._is_capturing():
             _cut_short(frame)
         elif not self.over and frame.recorded and isinstance(error, Exception):
-            with self._lock, unseen():
+            with self._lock, _out_of_sight():
                 self.witness.look_again(frame)
         frame.release()
 
@@ -172,7 +173,7 @@ class RecordedRun:
 
     def generators(self) -> PendingRecord:
         """Generator states now."""
-        with self._lock, unseen():
+        with self._lock, _out_of_sight():
             return self.witness.generators()
 
     def replayed(self, template: Template, digests: Sequence[Pending], rng: PendingRecord) -> None:
@@ -185,7 +186,7 @@ class RecordedRun:
         stack = self._thread.stack
         if self.over or stack is None:
             return
-        with self._lock, unseen():
+        with self._lock, _out_of_sight():
             placed = self._placed_in_this_run(template)
             around = stack[-1] if stack else None
             home = around.home if around is not None else None
@@ -327,6 +328,14 @@ class RecordedRun:
             if member not in called
         }
         return tuple(sorted({*built.unobserved, *inside, *self._notes}))
+
+
+_AS_IS = contextlib.nullcontext()
+
+
+def _out_of_sight() -> contextlib.AbstractContextManager[None]:
+    """``unseen``, which takes its time, where a mode would see what is done to plain tensors."""
+    return unseen() if interposed() else _AS_IS
 
 
 def _cut_short(frame: Frame) -> None:

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from detaudit.core.digest import Digester
 from detaudit.hooks.frames import Frame
-from detaudit.hooks.names import innermost
+from detaudit.hooks.names import Place, innermost
 from detaudit.hooks.observe import Observer, PendingRecord
 from detaudit.hooks.own_state import Constant, own_state
 from detaudit.hooks.tree import flatten
 
+_MAX_PLACES = 1 << 16
+
 
 class Witness:
-    """Fills frames' records. Used by one thread at a time, with the target's modes off (``unseen``)."""
+    """Fills frames' records. Used by one thread at a time, with the target's modes off (``unseen``).
 
-    def __init__(self, digester: Digester, large_bytes: int) -> None:
+    Args:
+        reads_generators: False where their states cannot be read, or say nothing.
+    """
+
+    def __init__(self, digester: Digester, large_bytes: int, reads_generators: bool = True) -> None:
         self.large_bytes = large_bytes
+        self._reads_generators = reads_generators
         self._observer = Observer(digester)
-        self._constant: weakref.WeakKeyDictionary[nn.Module, tuple[Constant, PendingRecord]]
-        self._constant = weakref.WeakKeyDictionary()
+        self._constant: dict[Place, tuple[Constant, PendingRecord]] = {}
 
     def begin(self) -> None:
         """A run begins."""
         self._observer.trim()
+        if len(self._constant) > _MAX_PLACES:
+            self._constant.clear()
 
     def enter(self, frame: Frame, closed: bool) -> None:
         """Inputs, generator states and own state on entry. ``closed``: with that of all modules inside."""
         assert frame.module is not None
         frame.closed = closed
         frame.owner = frame.module if closed else innermost(frame.module)
-        frame.rng = self.generators()
+        if self._reads_generators:
+            frame.rng = self._observer.generators()
         frame.before = self._inputs(frame)
         frame.state = self._state(frame)
         self._observer.flush()
@@ -67,17 +75,16 @@ class Witness:
 
     def _state(self, frame: Frame) -> PendingRecord:
         assert frame.owner is not None
-        if not frame.closed:
-            known = self._constant.get(frame.owner)
-            if known is not None and known[0].holds(frame.owner):
-                return known[1]
+        known = self._constant.get(frame.place)
+        if known is not None and not frame.closed and known[0].holds(frame.owner):
+            return known[1]
         state = own_state(frame.owner, self.large_bytes, frame.closed)
         record = self._observer.observe(state.leaves)
         if state.large:
             reason = f"its module's own state is over {self.large_bytes:,} bytes: digested around runs only"
             record.unobserved.extend((site, reason) for site, _ in state.large)
         elif not frame.closed and (constant := Constant.of(frame.owner)) is not None:
-            self._constant[frame.owner] = constant, record
+            self._constant[frame.place] = constant, record
         return record
 
 

@@ -10,20 +10,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
-import functools
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from detaudit.core.geometry import ITEM_BYTES, RAW_BYTES, leaf_digests, root_of
 from detaudit.core.recording import SCALAR_PREFIX, Value
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
@@ -77,19 +73,6 @@ class _Inside(threading.local):
 
 
 _inside = _Inside()
-
-
-def _unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """Run it unseen; at no cost for a caller that is so already, as is one who digests many tensors."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _inside.depth:
-            return function(*args, **kwargs)
-        with unseen():
-            return function(*args, **kwargs)
-
-    return call
 
 
 class Pending(Protocol):
@@ -162,25 +145,25 @@ class HostDigester:
         return self._notes
 
 
-@_unseen
 def make_digester(device: torch.device | str) -> Digester:
     """The digester for a target that computes on this device.
 
     For CUDA one that digests on the device; where that cannot run, a host digester whose ``notes`` say so.
     """
-    wanted = torch.device(device)
-    if wanted.type != "cuda" or not torch.cuda.is_available():
-        return HostDigester()
-    from detaudit.core.device.digester import DeviceDigester
-    from detaudit.core.device.driver import DeviceUnavailable
+    with unseen():
+        wanted = torch.device(device)
+        if wanted.type != "cuda":
+            return HostDigester()
+        from detaudit.core.device.digester import DeviceDigester
+        from detaudit.core.device.driver import DeviceUnavailable
 
-    try:
-        return DeviceDigester(wanted.index)
-    except (DeviceUnavailable, torch.cuda.OutOfMemoryError) as error:
-        reason = str(error).splitlines()[0]
-        return HostDigester(
-            (f"CUDA tensors were copied to the host to be digested, which waits each time: {reason}",)
-        )
+        try:
+            return DeviceDigester(wanted.index)
+        except (DeviceUnavailable, torch.cuda.OutOfMemoryError) as error:
+            reason = str(error).splitlines()[0]
+            return HostDigester(
+                (f"CUDA tensors were copied to the host to be digested, which waits each time: {reason}",)
+            )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -326,13 +309,19 @@ def host_bytes(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
-@_unseen
 def digest(tensor: Tensor) -> Value:
     """Digest of a plain strided tensor, computed on the host (``parts`` makes plain ones of others).
 
     Raises:
         NotObservable: its bytes cannot be read.
     """
+    if type(tensor) is Tensor and not torch.is_grad_enabled() and not interposed():
+        return _digest(tensor)
+    with unseen():
+        return _digest(tensor)
+
+
+def _digest(tensor: Tensor) -> Value:
     plain = _plain(tensor)
     dtype, shape = dtype_name(plain.dtype), tuple(plain.shape)
     held = as_words(plain).to(device="cpu").contiguous()
