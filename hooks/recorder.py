@@ -122,11 +122,6 @@ class Recorder:
             self.digester.finish()
             run.fill(recording)
 
-    @property
-    def active(self) -> RecordedRun | None:
-        """The run in progress."""
-        return self._run
-
     def current_call(self) -> CallKey | None:
         """(module path, ordinal) of the innermost recorded call open in this thread, for taps."""
         return None if self._run is None else self._run.current_call()

@@ -53,6 +53,8 @@ def settings() -> dict[str, Setting]:
         ),
         "create_script_module": Setting(lambda: torch.jit._recursive.create_script_module),
     }
+    for name in ("capture_begin", "capture_end", "replay", "reset"):
+        found[f"CUDAGraph.{name}"] = Setting(functools.partial(getattr, torch.cuda.CUDAGraph, name))
     for name in ("fill_uninitialized_memory",):
         found[name] = _attribute(torch.utils.deterministic, name)
     for name in ("deterministic", "benchmark", "enabled"):
