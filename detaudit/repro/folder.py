@@ -12,7 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from detaudit.core.errors import EXIT_NONDETERMINISTIC, NotReproduced, TraceNotWritten
+from detaudit.core.errors import (
+    EXIT_INCONCLUSIVE,
+    EXIT_NONDETERMINISTIC,
+    EXIT_STABLE,
+    NotReproduced,
+    TraceNotWritten,
+)
 from detaudit.core.files import not_written
 from detaudit.kernels.cases import Case
 from detaudit.repro.bug_report import bug_report
@@ -123,12 +129,16 @@ def _smaller(finding: Finding, whole: Case, scratch: Path, seconds: float, say: 
 
 
 def _must_differ(finding: Finding, trial: Trial) -> Trial:
-    if trial.code != EXIT_NONDETERMINISTIC:
-        raise NotReproduced(
-            f"the captured call of {finding.module} did not differ when run alone, nothing was written: "
-            f"{trial.last_line}"
-        )
-    return trial
+    if trial.code == EXIT_NONDETERMINISTIC:
+        return trial
+    known: dict[int | None, str] = {
+        EXIT_STABLE: "did not differ when run alone",
+        EXIT_INCONCLUSIVE: "cannot differ when run alone here",
+    }
+    what = known.get(trial.code, f"could not be run alone (exit status {trial.code})")
+    raise NotReproduced(
+        f"the captured call of {finding.module} {what}, nothing was written: {trial.last_line}"
+    )
 
 
 def _threads(finding: Finding, case: Case) -> int:

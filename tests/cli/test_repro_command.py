@@ -108,20 +108,35 @@ def test_a_verdict_with_nothing_to_reproduce(tmp_path: Path, report: Report) -> 
     assert "did not finish" in refused(tmp_path, write(tmp_path, None))
 
 
-def test_a_call_that_does_not_differ_alone_is_not_written(tmp_path: Path, report: Report) -> None:
-    add = Case(
-        "experts#0",
-        "torch.ops:aten.add.Tensor",
-        {"args[0]": torch.ones(4)},
-        {"args": [{"tensor": "args[0]"}, 1], "kwargs": {}, "written": []},
-        "experts",
-        0,
-        {"device": "cpu", "threads": 4},
-    )
-    line = refused(tmp_path, write(tmp_path, report, add), "--output", tmp_path / "bug", code=3)
-    assert "the captured call of experts did not differ when run alone, nothing was written" in line
-    assert "0 of 100 runs differ" in line
-    assert "[not-reproduced" in line
+def made_up(entry: str, *arguments: object, context: dict[str, object]) -> Case:
+    """A captured call in ``experts`` of one tensor of ones and further arguments."""
+    parameters = {"args": [{"tensor": "args[0]"}, *arguments], "kwargs": {}, "written": []}
+    return Case("experts#0", entry, {"args[0]": torch.ones(4)}, parameters, "experts", 0, context)
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (
+            made_up("torch.ops:aten.add.Tensor", 1, context={"device": "cpu", "threads": 4}),
+            "did not differ when run alone, nothing was written: as captured: 0 of 100 runs differ",
+        ),
+        (
+            made_up("torch.ops:aten.add.Tensor", 1, context={"device": "cpu", "threads": 1}),
+            "cannot differ when run alone here, nothing was written: The positive control could not run",
+        ),
+        (
+            made_up("torch.ops:aten.add.Tensor", "no number", context={"device": "cpu", "threads": 4}),
+            "could not be run alone (exit status 70), nothing was written: Cast error",
+        ),
+    ],
+)
+def test_a_call_that_does_not_differ_alone_is_not_written(
+    tmp_path: Path, report: Report, call: Case, line: str
+) -> None:
+    said = refused(tmp_path, write(tmp_path, report, call), "--output", tmp_path / "bug", code=3)
+    assert f"the captured call of experts {line}" in said
+    assert "[not-reproduced" in said
 
 
 def test_a_damaged_call(tmp_path: Path, report: Report) -> None:
