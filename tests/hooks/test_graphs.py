@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 
 from detaudit.core.digest import HostDigester
 from detaudit.core.recording import Call
+from detaudit.execution import Session
 from detaudit.hooks import graphs
 from detaudit.hooks.graph_template import HOST_TENSOR
 from detaudit.hooks.graphs import UNWATCHED, GraphWatcher
 from detaudit.hooks.recorder import Recorder, Recording
+from detaudit.options import Options
+from detaudit.target import TargetSpec, load
 from tests.hooks.cpu_graph import CpuGraph, GraphingDigester, captured
 from tests.support import call_of, paths, sites
 
@@ -469,3 +473,40 @@ def test_via_is_told_apart() -> None:
         "inner.first": "graph",
         "inner.second": "graph",
     }
+
+
+TARGET = """
+import torch
+from tests.hooks.test_graphs import Graphed, Net
+
+def build_model():
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model = Graphed(Net(), True)
+    for name in ("x", "out"):
+        held = getattr(model, name)
+        delattr(model, name)
+        model.register_buffer(name, held)
+    return model
+
+def make_inputs():
+    return torch.ones(2, 4)
+"""
+
+
+def test_a_session_watches_from_before_the_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = GraphingDigester()
+    monkeypatch.setattr(graphs, "make_digester", lambda device: made)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    path = tmp_path / "target.py"
+    path.write_text(TARGET)
+    with Session(load(TargetSpec(path, "build_model", ())), Options()) as session:
+        assert session.digester is made
+        runs = [session.execute(recorded=recorded).run for recorded in (True, False, True)]
+        assert [call.via for call in runs[0].calls] == ["call", "graph", "graph", "graph"]
+        assert [call.out for call in runs[0].calls] == [call.out for call in runs[2].calls]
+        assert {run.records["final"] for run in runs} == {runs[0].records["final"]}
+        assert any("1 replays" in note for note in session.notes)
+    assert vars(CpuGraph)["replay"].__module__ == CpuGraph.__module__
