@@ -10,7 +10,8 @@ from typing import Any, Self
 import torch
 
 from detaudit.analysis import CallKey, analyze_trace, coverage, key_of, merge
-from detaudit.capture import NO_NUMBERS, Kept, Numbers, numbers_of
+from detaudit.capture import NO_NUMBERS, Numbers, numbers_of
+from detaudit.confirmation import confirm_cases
 from detaudit.core.recording import FRESH_PROCESS
 from detaudit.core.records import Origin, Report
 from detaudit.hooks import generators
@@ -18,8 +19,8 @@ from detaudit.options import Options
 from detaudit.output import TargetOutput
 from detaudit.progress import Progress
 from detaudit.target import TargetSpec
-from detaudit.trace import TraceWriter, open_trace
-from detaudit.worker import Job, launch
+from detaudit.trace import TraceWriter, captures_dir, open_trace
+from detaudit.worker import Captured, Job, launch
 
 CAPTURE_ATTEMPTS = 5
 RESTORED: Mapping[str, Any] = {
@@ -63,7 +64,13 @@ class ScriptAudit:
             modules = list(trace.modules)
         seen = coverage(modules, [module.path for module in modules], ())
         report = analyze_trace(self.writer, {"restored": RESTORED, "coverage": seen, "excluded": left_out})
-        return merge(report, examined=self._examine(report.origins))
+        if report.verdict == "inconclusive":
+            return report
+        examined, captured = self._examine(report.origins)
+        kernels, findings = confirm_cases(
+            captured.cases, captured.missing, report, self.options, self.progress
+        )
+        return merge(report, examined=examined, findings=findings, kernels=kernels)
 
     def _launch(self, position: int, *, recorded: bool = True, **capture: Any) -> None:
         launch(
@@ -81,28 +88,31 @@ class ScriptAudit:
             )
         )
 
-    def _examine(self, origins: tuple[Origin, ...]) -> dict[CallKey, Origin]:
-        """Numbers for the origins whose inputs agree in two further runs."""
+    def _examine(self, origins: tuple[Origin, ...]) -> tuple[dict[CallKey, Origin], Captured]:
+        """Numbers for the origins whose inputs agree in two further runs; what the first of these kept."""
         left = {key_of(origin): origin for origin in origins}
         examined: dict[CallKey, Origin] = {}
-        first: dict[CallKey, Kept] = {}
-        for attempt in range(CAPTURE_ATTEMPTS if left else 0):
-            self.progress.describe("capturing the origins")
-            kept = self._capture(len(self.options.schedule()) + attempt, tuple(left))
-            for key, call in kept.items():
-                known = first.setdefault(key, call)
+        if not left and not self.options.confirm:
+            return examined, Captured({})
+        self.progress.begin("capturing the origins", None)
+        first = self._capture(0, tuple(left), cases=self.options.confirm)
+        for attempt in range(1, CAPTURE_ATTEMPTS if left else 0):
+            for key, call in self._capture(attempt, tuple(left)).calls.items():
+                known = first.calls[key]
                 if call.reason is None and call.inputs == known.inputs and call.output != known.output:
                     examined[key] = numbers_of(known.tensors, call.tensors).onto(left.pop(key))
             if not left:
                 break
         for key, origin in left.items():
-            reason = first[key].reason or f"{NO_NUMBERS} ({CAPTURE_ATTEMPTS} runs)"
+            reason = first.calls[key].reason or f"{NO_NUMBERS} ({CAPTURE_ATTEMPTS} runs)"
             examined[key] = Numbers(reason=reason).onto(origin)
-        return examined
+        return examined, first
 
-    def _capture(self, position: int, keys: tuple[CallKey, ...]) -> dict[CallKey, Kept]:
-        file = Path(self._folder.name, f"captures-{position}")
-        self._launch(position, capture=keys, captures=file)
-        kept: dict[CallKey, Kept] = torch.load(file, weights_only=False)  # written by a process of our own
+    def _capture(self, attempt: int, keys: tuple[CallKey, ...], *, cases: bool = False) -> Captured:
+        file = Path(self._folder.name, f"captures-{attempt}")
+        folder = captures_dir(self.writer.path) if cases else None
+        position = len(self.options.schedule()) + attempt
+        self._launch(position, capture=keys, captures=file, cases=folder)
+        captured: Captured = torch.load(file, weights_only=False)  # written by a process of our own
         file.unlink()
-        return kept
+        return captured

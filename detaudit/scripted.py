@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import runpy
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,10 +27,12 @@ def execute_script(
     process: int,
     recorded: bool = True,
     capture: Iterable[tuple[str, int]] = (),
+    tap: Callable[[Recorder], AbstractContextManager[object]] | None = None,
 ) -> Execution:
     """Run the file as ``__main__`` with its arguments; the outermost calls' outputs are the final output.
 
-    A run that is not recorded keeps only those outputs: nothing else in it is digested.
+    A run that is not recorded keeps only those outputs: nothing else in it is digested. ``tap`` makes what is
+    entered around the script.
 
     Raises:
         TargetRaised: it raised, or ended with a failure.
@@ -45,6 +48,7 @@ def execute_script(
     with (
         import_context(spec),
         recorder.run(capture=set(capture), capture_bytes=options.capture_bytes) as recording,
+        nullcontext() if tap is None else tap(recorder),
         target_errors(spec, f"it ran (run {position + 1})"),
     ):
         # Held until the digests are read: a script's modules would otherwise die with its namespace.

@@ -48,8 +48,8 @@ class Job:
         output: file that takes what the target prints.
         generators: file with the generator states to begin with.
         write_unrecorded: whether runs that are not recorded go into the trace, as ``hooks-off``.
-        capture: (module path, call) pairs whose outputs are kept in the file ``captures``, a ``Captured``; such
-            a run does not go into the trace.
+        capture: (module path, call) pairs whose outputs are kept in the file ``captures``, a ``Captured``;
+            such a run does not go into the trace.
         cases: folder where one call of each kernel in those calls (in any, if there are none) becomes a case.
     """
 
@@ -96,7 +96,7 @@ _PATHS = ("trace", "output", "generators", "captures", "cases")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What a capture run of a script kept. ``missing``: reports on kernel calls that could not become cases."""
+    """What a capture run of a script kept. ``missing``: reports on kernel calls that became no case."""
 
     calls: Mapping[tuple[str, int], Kept]
     cases: Sequence[Case] = ()
@@ -172,13 +172,14 @@ def work(job: Job) -> None:
 
 
 def _capture(job: Job) -> Captured:
-    """One run of a script with calls kept and, where ``job.cases`` is a folder, kernel calls saved as cases."""
+    """One run of a script with calls kept and, where ``job.cases`` is a folder, kernel calls as cases."""
     from detaudit.kernel_calls import kernel_tap, not_kept, save_cases
 
     taps: list[FunctionTap] = []
 
     def tap(recorder: Recorder) -> FunctionTap:
-        taps.append(kernel_tap(recorder.current_call, dict(job.capture), job.options.capture_bytes))
+        origins: dict[str, int | None] = dict.fromkeys(module for module, _ in job.capture)
+        taps.append(kernel_tap(recorder.current_call, origins, job.options.capture_bytes))
         return taps[0]
 
     [execution] = _script_runs(job, tap if job.cases else None)

@@ -107,11 +107,27 @@ class Names:
         cls = type(innermost(module)).__name__
         self.attached = self.attached or prefix is not None
         tree = Tree(cls, prefix, sum(t.prefix is None and t.cls == cls for t, _ in self.trees))
+        self._take_in(tree, module)
         self.trees.append((tree, weakref.ref(module)))
         self._walk(tree, module)
         place = self.known(module)
         assert place is not None
         return place
+
+    def _take_in(self, tree: Tree, module: nn.Module) -> None:
+        """Trees whose root lies in ``module`` become part of its tree.
+
+        A script may call a part of its model alone (to calibrate it, say) before it calls the whole.
+        """
+        paths = {id(member): path for path, member in reversed(list(named_modules(module)))}
+        for known, ref in list(self.trees):
+            root = ref()
+            if known.prefix is None and root is not None and root is not module and id(root) in paths:
+                self.trees.remove((known, ref))
+                for _, place in self._places.values():
+                    if place.tree is known:
+                        place.tree, place.path = tree, join(paths[id(root)], place.path)
+                        place.wanted = None
 
     def infos(self) -> tuple[ModuleInfo, ...]:
         """Every module of the attached trees, in the order of ``named_modules()``, with its other names."""

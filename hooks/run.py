@@ -287,7 +287,9 @@ class RecordedRun:
             self._closed[place] = (reason, inside)
 
     def _is_to_be_captured(self, frame: Frame) -> bool:
-        ordinal = None if self._thread.is_worker else frame.live_ordinal
+        # Not final yet where threads interleave, or where modules get their names only in the end.
+        unsure = self._thread.is_worker or frame.place.tree.prefix is None
+        ordinal = None if unsure else frame.live_ordinal
         return frame.recorded and any(
             self._captures.wants(name, ordinal) for name in self.names.live_names(frame.place)
         )

@@ -252,3 +252,13 @@ def test_shared_modules_have_their_first_name_and_aliases() -> None:
     assert recorder.modules()[1] == ModuleInfo("first", "Block", ("third",))
     assert recorder.module_at("third") is net.first
     assert recorder.module_at("nowhere") is None
+
+
+def test_parts_called_before_the_whole_have_their_paths_in_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
+    recorder = Recorder(HostDigester())
+    with torch.no_grad(), recorder.run() as recording:
+        model[1](torch.ones(2, 4))
+        model(torch.ones(2, 4))
+    assert paths(recording) == ["1", "1.0", "", "0", "1", "1.0"]
+    assert [call.ordinal for call in recording.calls] == [0, 0, 0, 0, 1, 1]
