@@ -336,8 +336,8 @@ _AS_IS = contextlib.nullcontext()
 
 
 def _out_of_sight() -> contextlib.AbstractContextManager[None]:
-    """``unseen``, which takes its time, where a mode would see what is done to plain tensors."""
-    return unseen() if interposed() else _AS_IS
+    """``unseen``, which takes its time, where a mode or autograd would see what is done to plain tensors."""
+    return unseen() if interposed() or torch.is_grad_enabled() else _AS_IS
 
 
 def _cut_short(frame: Frame) -> None:
