@@ -92,7 +92,7 @@ class Origin:
             tried.
         calls: how many calls of the module are origins.
         condition: where it was found, if not in the main runs; in ``held-fixed-1`` the outputs of origins
-            found before it were held fixed. ``comparisons``: how many there were; ``None``: as the report has.
+            found before it were held fixed. ``comparisons``: how many there were; ``None``: the report's.
     """
 
     module: str
