@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import click
 
@@ -26,6 +26,7 @@ DTYPES = ("nvfp4", "bf16", "fp16", "fp8")
 ROUTINGS: tuple[Routing, ...] = ("uniform", "skewed", "hot")
 DEFAULT_BACKEND = "flashinfer-cutlass"
 DEFAULT_TOKENS = "64"
+STDOUT = Path("-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,10 @@ class Request:
     help="Pairs of kernels for --static, a minute or two each.",
 )
 @click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the results to this file too."
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path),
+    help="Also write the results to this file; - is standard output, and the table then goes to stderr.",
 )
 def command(json_path: Path | None, **options: object) -> int:
     """Rerun one kernel under variants and find a bit-stable setting.
@@ -106,13 +110,27 @@ def command(json_path: Path | None, **options: object) -> int:
         return _static(request, json_path)
     reports = list(_reports(request))
     code = exit_code(reports)
-    render_kernels(reports, sys.stdout or io.StringIO())
-    if json_path is not None:
-        from detaudit.core.files import write_text
-
-        write_text(json_path, json.dumps(kernels_json(reports, code), indent=2, ensure_ascii=False) + "\n")
-        click.echo(f"Wrote {json_path}", err=True)
+    render_kernels(reports, _stream(json_path))
+    _write_json(json_path, kernels_json(reports, code))
     return code
+
+
+def _stream(json_path: Path | None) -> IO[str]:
+    """Where the table goes: standard output, unless the JSON goes there."""
+    return (sys.stderr if json_path == STDOUT else sys.stdout) or io.StringIO()
+
+
+def _write_json(path: Path | None, body: Mapping[str, object]) -> None:
+    if path is None:
+        return
+    text = json.dumps(body, indent=2, ensure_ascii=False) + "\n"
+    if path == STDOUT:
+        click.echo(text, nl=False)
+        return
+    from detaudit.core.files import write_text
+
+    write_text(path, text)
+    click.echo(f"Wrote {path}", err=True)
 
 
 def _static(request: Request, json_path: Path | None) -> int:
@@ -122,12 +140,8 @@ def _static(request: Request, json_path: Path | None) -> int:
 
     with progress(2 * request.limit, "compiling") as bar:
         report = static_scan(request.sm or "", request.dtype or DTYPES[0], request.limit, bar.advance)
-    render_scan(report, sys.stdout or io.StringIO(), everything=True)
-    if json_path is not None:
-        from detaudit.core.files import write_text
-
-        write_text(json_path, json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
-        click.echo(f"Wrote {json_path}", err=True)
+    render_scan(report, _stream(json_path), everything=True)
+    _write_json(json_path, report.to_json())
     return int(any(kernel.suspect for kernel in report.kernels if kernel.finalize != "FINALIZE"))
 
 

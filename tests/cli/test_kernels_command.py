@@ -103,6 +103,16 @@ def test_a_case_of_a_kernel_that_cannot_run_here(
     assert fake.log == []
 
 
+def test_json_on_standard_output_stands_alone(
+    fake: FakeBackend, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeBackend, "synthetic", lambda self, wanted: fake_case())
+    cli.run(["kernels", "--shape", "16,8,64,64", "--dtype", "bf16", "--runs", "4", "--json", "-"])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["format"] == "detaudit-kernels"
+    assert "variant" in printed.err
+
+
 def test_one_report_for_each_number_of_tokens(
     fake: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
