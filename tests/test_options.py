@@ -1,0 +1,25 @@
+"""The schedule of an audit: recorded runs with unrecorded ones among them."""
+
+from __future__ import annotations
+
+import pytest
+
+from detaudit.options import Options
+
+
+@pytest.mark.parametrize("runs", [1, 2, 3, 5, 7, 20, 100])
+def test_every_asked_run_is_recorded_and_the_first_always(runs: int) -> None:
+    schedule = Options(runs=runs).schedule()
+    assert sum(schedule) == runs
+    assert schedule[0]
+
+
+def test_unrecorded_runs_are_spread_and_never_next_to_each_other() -> None:
+    schedule = Options(runs=20).schedule()
+    positions = [position for position, recorded in enumerate(schedule) if not recorded]
+    assert len(positions) == 4
+    assert all(b - a > 2 for a, b in zip(positions, positions[1:], strict=False))
+
+
+def test_without_the_observer_control_all_runs_are_recorded() -> None:
+    assert Options(runs=5, observer=False).schedule() == (True,) * 5
