@@ -36,7 +36,8 @@ def coverage_lines(report: Report) -> list[str]:
     if isinstance(history, Mapping) and history.get("positions"):
         differing = history.get("differing") or 0
         what = (
-            f"{differing:,} of {count(history['positions'], 'run')} differ"
+            f"{differing:,} of {count(history['positions'], 'run')} differ from their counterpart, "
+            "so it is not memory of earlier runs alone"
             if differing
             else "every run equals its counterpart"
         )
@@ -65,14 +66,17 @@ def _observed(side: str, observer: Mapping[str, Any]) -> str:
 
 
 _RESTORED = {
-    "buffers": "{:,} of the model's buffers",
+    "buffers": "{:,} of the model's",
     "bytes_on_device": "{:,} bytes of them kept on the device",
     "bytes_on_host": "{:,} bytes of them kept on the host",
-    "modules_training": "{:,} modules in train mode",
-    "modules_eval": "{:,} modules in eval mode",
-    "parameters_requiring_grad": "{:,} parameters that require grad",
 }
 """How the counts in ``restored`` read."""
+_LEFT = {
+    "modules_training": ("module", "in train mode"),
+    "modules_eval": ("module", "in eval mode"),
+    "parameters_requiring_grad": ("parameter", "with requires_grad"),
+}
+"""Counts in ``restored`` of what is recorded and never touched."""
 
 
 def restored(report: Report) -> tuple[list[str], list[str]]:
@@ -81,10 +85,16 @@ def restored(report: Report) -> tuple[list[str], list[str]]:
     missing: list[str] = []
     for name, value in report.restored.items():
         label = name.replace("_", " ")
-        parts, lost = _restored_parts(label, value if isinstance(value, Mapping) else {label: value})
+        values = value if isinstance(value, Mapping) else {label: value}
+        left = [
+            f"{count(values[key], noun)} {state}" for key, (noun, state) in _LEFT.items() if values.get(key)
+        ]
+        parts, lost = _restored_parts(label, {key: values[key] for key in values if key not in _LEFT})
         missing += lost
         if parts:
             done.append(label if parts == [label] else f"{label}: {joined(parts)}")
+        if left:
+            done.append(f"left as they are: {joined(left)}")
     return done, missing
 
 

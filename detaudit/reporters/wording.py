@@ -70,10 +70,11 @@ def rows_of(origin: Origin) -> str:
 
 
 def size_of(max_ulp: int | None, max_abs: float | None) -> str:
-    """The largest difference: ``up to 3 ULP / 1.2e-07``; empty where not measured."""
-    parts = [f"{max_ulp:,} ULP"] if max_ulp is not None else []
-    parts += [f"{max_abs:.2g}"] if max_abs is not None else []
-    return f"up to {' / '.join(parts)}" if parts else ""
+    """The largest differences, not always of one element: ``up to 1.2e-07 (3 ULP)``; empty if not measured."""
+    absolute = "" if max_abs is None else f"{max_abs:.2g}"
+    ulps = "" if max_ulp is None else f"{max_ulp:,} ULP"
+    both = f"{absolute} ({ulps})" if absolute and ulps else absolute or ulps
+    return both and f"up to {both}"
 
 
 def origin_line(origin: Origin, report: Report) -> str:
@@ -167,6 +168,8 @@ def outputs_line(report: Report) -> str:
     """How the final outputs spread: distinct ones, and the share of the most common."""
     if report.distinct_outputs == 0:
         return "no final output was compared"
+    if report.verdict == "inconclusive":
+        return f"{count(report.distinct_outputs, 'distinct final output')} in {count(report.runs, 'run')}"
     if report.distinct_outputs == 1:
         return f"the same final output in all {count(report.runs, 'run')}"
     share = f"the most common one in {100 * report.modal_share:.1f}% of runs"
@@ -247,7 +250,9 @@ def next_commands(report: Report) -> list[str]:
     """What to type next, given what was found."""
     target, trace = shlex.quote(report.target or "TARGET"), shlex.quote(report.trace or "TRACE")
     if report.verdict == "nondeterministic":
-        return [f"detaudit report {trace} --format markdown --output report.md"]
+        captured = bool(report.kernels) or any(origin.operator for origin in report.origins)
+        repro = [f"detaudit repro {trace}"] if captured else []
+        return [*repro, f"detaudit report {trace} --format markdown --output report.md"]
     if report.verdict == "deterministic":
         more = max(300, 10 * report.runs)
         return [f"detaudit run {target} --runs {more}"]

@@ -29,7 +29,8 @@ def test_what_was_put_back_and_what_was_not() -> None:
     done, missing = evidence.restored(report)
     assert done == [
         "generators: python",
-        "buffers: 1,024 of the model's buffers, 3 modules in eval mode",
+        "buffers: 1,024 of the model's",
+        "left as they are: 3 modules in eval mode",
         "inputs: made afresh",
     ]
     assert missing == ["sampler: it is opaque", "kv: too large"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,7 +62,7 @@ def test_rows_of_an_origin() -> None:
 
 
 def test_sizes() -> None:
-    assert wording.size_of(3, 1.2e-7) == "up to 3 ULP / 1.2e-07"
+    assert wording.size_of(3, 1.2e-7) == "up to 1.2e-07 (3 ULP)"
     assert wording.size_of(None, 0.5) == "up to 0.5"
     assert wording.size_of(None, None) == ""
 
@@ -76,6 +78,28 @@ def test_no_difference_is_a_bound_with_its_number_of_comparisons() -> None:
 def test_next_command_quotes_what_a_shell_would_split() -> None:
     report = Report("deterministic", 2, 0, 1, 1.0, Rate(0.0, 0.0, 0.95, 1), target="my model.py")
     assert wording.next_commands(report) == ["detaudit run 'my model.py' --runs 300"]
+
+
+def test_a_repro_is_offered_where_a_call_can_have_been_captured() -> None:
+    rate = Rate(1.0, 0.2, 1.0, 1)
+    varying = Report(
+        "nondeterministic",
+        2,
+        1,
+        2,
+        0.5,
+        rate,
+        (origin(operator="aten.index_put_.default"),),
+        trace="t.detaudit",
+    )
+    assert wording.next_commands(varying)[0] == "detaudit repro t.detaudit"
+    unknown = dataclasses.replace(varying, origins=(origin(),))
+    assert not any("repro" in command for command in wording.next_commands(unknown))
+
+
+def test_an_inconclusive_report_does_not_call_outputs_the_same() -> None:
+    report = Report("inconclusive", 5, 0, 1, 1.0, Rate(0.0, 0.0, 0.6, 4))
+    assert wording.outputs_line(report) == "1 distinct final output in 5 runs"
 
 
 def test_ulp_counts_are_grouped_behind_the_first_ranges() -> None:
