@@ -53,6 +53,10 @@ class OperatorInputs(Watcher):  # type: ignore[no-untyped-call]
                 "raise --capture-bytes"
             )
             return
-        self.args, self.kwargs = copy_of((args, kwargs))
+        try:
+            self.args, self.kwargs = copy_of((args, kwargs))
+        except Exception as error:  # no memory for it, say: that is ours, and not the target's to suffer
+            self.reason = f"the arguments of {self._name} could not be copied ({type(error).__name__})"
+            return
         self.bytes = needed
         self.function, self.reason = func, None

@@ -137,6 +137,8 @@ class Case:
                 raise
         except OSError as error:
             raise not_written(target, error) from error
+        except SafetensorError as error:  # what it makes of a full disk
+            raise TraceNotWritten(f"cannot write {target}: {error}; choose another folder") from error
         return target
 
     def _to_files(self) -> tuple[str, dict[str, Tensor]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,15 +148,19 @@ def _threads(finding: Finding, case: Case) -> int:
 
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """A scratch folder on the file system of ``output``, so that moving there is one step."""
+    """A scratch folder on the file system of ``output``, so that moving there is one step.
+
+    Folders above ``output`` are made, and taken away again if it did not come to be.
+    """
+    missing = [folder for folder in output.parents if not folder.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.mkdtemp(prefix=f".{output.name[:100]}.", dir=output.parent)
-    except OSError as error:
-        raise not_written(output, error) from error
-    try:
-        yield Path(scratch)
+        with tempfile.TemporaryDirectory(prefix=f".{output.name[:100]}.", dir=output.parent) as scratch:
+            yield Path(scratch)
     except OSError as error:
         raise not_written(output, error) from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if not output.exists():
+            for folder in missing:
+                with suppress(OSError):
+                    folder.rmdir()

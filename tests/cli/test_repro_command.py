@@ -134,7 +134,8 @@ def made_up(entry: str, *arguments: object, context: dict[str, object]) -> Case:
 def test_a_call_that_does_not_differ_alone_is_not_written(
     tmp_path: Path, report: Report, call: Case, line: str
 ) -> None:
-    said = refused(tmp_path, write(tmp_path, report, call), "--output", tmp_path / "bug", code=3)
+    trace = write(tmp_path, report, call)
+    said = refused(tmp_path, trace, "--output", tmp_path / "deep" / "er" / "bug", code=3)
     assert f"the captured call of experts {line}" in said
     assert "[not-reproduced" in said
 

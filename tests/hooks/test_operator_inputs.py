@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,6 +48,14 @@ def test_nothing_where_another_operator_ran_or_the_module_was_not_called() -> No
         inputs = run(**changes)
         assert inputs.args == ()
         assert inputs.reason == f"{NAME} did not run there again"
+
+
+def test_a_copy_that_fails_does_not_reach_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("detaudit.hooks.operator_inputs.copy_of", fail)
+    assert run().reason == f"the arguments of {NAME} could not be copied (OutOfMemoryError)"
 
 
 def test_the_budget() -> None:
