@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from detaudit.options import Options
@@ -18,7 +20,7 @@ def test_unrecorded_runs_are_spread_and_never_next_to_each_other() -> None:
     schedule = Options(runs=20).schedule()
     positions = [position for position, recorded in enumerate(schedule) if not recorded]
     assert len(positions) == 4
-    assert all(b - a > 2 for a, b in zip(positions, positions[1:], strict=False))
+    assert all(b - a > 2 for a, b in pairwise(positions))
 
 
 def test_without_the_observer_control_all_runs_are_recorded() -> None:
