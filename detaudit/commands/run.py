@@ -89,8 +89,8 @@ def command(
     options = _options(settings)
     trace = output or default_trace(spec)
     with progress(None, "starting") as shown:
-        # The commands shown should name the trace as it was named here.
-        report = dataclasses.replace(audit(spec, options, trace, shown), trace=str(trace))
+        # The commands shown should name the target and the trace as they were named here.
+        report = dataclasses.replace(audit(spec, options, trace, shown), target=target, trace=str(trace))
     reporter("terminal").render(report, sys.stderr if to_stdout else sys.stdout)
     if to_stdout:
         reporter("json").render(report, sys.stdout)

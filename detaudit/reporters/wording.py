@@ -70,7 +70,7 @@ def rows_of(origin: Origin) -> str:
 
 
 def size_of(max_ulp: int | None, max_abs: float | None) -> str:
-    """The largest differences, not always of one element: ``up to 1.2e-07 (3 ULP)``; empty if not measured."""
+    """The largest differences, not always of one element: ``up to 1.2e-07 (3 ULP)``, or empty."""
     absolute = "" if max_abs is None else f"{max_abs:.2g}"
     ulps = "" if max_ulp is None else f"{max_ulp:,} ULP"
     both = f"{absolute} ({ulps})" if absolute and ulps else absolute or ulps

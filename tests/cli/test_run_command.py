@@ -221,6 +221,13 @@ def test_files_of_the_current_folder_stand_for_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_next_command_works_where_this_one_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "some targets").mkdir()
+    name = "some targets/" + target(tmp_path / "some targets", STABLE) + ":build_model"
+    done = detaudit("run", name, "--runs", "2", "--no-observer", cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == f"  detaudit run '{name}' --runs 300"
+
+
 def test_the_report_as_json_on_standard_output(tmp_path: Path) -> None:
     name = target(tmp_path, STABLE)
     (tmp_path / "out").mkdir()
