@@ -96,7 +96,7 @@ def command(json_path: Path | None, **options: object) -> int:
 
     \b
     Example:
-      detaudit kernels moe.detaudit.d/case-0
+      detaudit kernels moe.detaudit.d/case-layers.0.mlp.experts#0
       detaudit kernels --shape qwen3-30b-a3b --dtype bf16 --tokens 1,64,1024 --sweep tactics
       detaudit kernels --shape 16,8,512,256 --backend reference
       detaudit kernels --static --sm 120 --dtype nvfp4
