@@ -1,6 +1,8 @@
-"""The stable twin of examples/racy_moe.py: the same experts, summed in a fixed order.
+"""The stable twin of examples/racy_moe.py.
 
-detaudit run examples/stable_moe.py
+    detaudit run examples/stable_moe.py
+
+The same experts, whose contributions are gathered and summed in a fixed order.
 """
 
 from __future__ import annotations
