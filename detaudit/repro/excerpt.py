@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 PACKAGE = "detaudit"
 
@@ -117,9 +118,10 @@ def _key(text: str) -> Key:
 @cache
 def _module(name: str) -> _Module:
     spec = importlib.util.find_spec(name)
-    source = spec.loader.get_source(name) if spec and spec.loader else None  # type: ignore[attr-defined]
-    if source is None:
+    if spec is None or spec.origin is None:
         raise ValueError(f"there is no source of {name}")
+    # From the file: a loader that someone has put in the place of Python's may not hand out its source.
+    source = Path(spec.origin).read_text(encoding="utf-8")
     body = ast.parse(source).body
     ours: dict[str, Key] = {}
     imports: dict[str, Import] = {}
