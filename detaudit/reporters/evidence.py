@@ -30,6 +30,8 @@ def coverage_lines(report: Report) -> list[str]:
     seen = [count(number, noun) for number, noun in counted if number]
     if seen:
         lines.append(f"{' of '.join(seen)} in each run")
+    elif coverage.get("excluded"):
+        lines.append("no call was recorded: only final outputs were compared")
     if coverage.get("excluded"):
         lines.append(f"left out on request: {joined(map(module_name, coverage['excluded']))}")
     history = coverage.get("history")

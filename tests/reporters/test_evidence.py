@@ -47,6 +47,12 @@ def test_observer_control_in_words() -> None:
     assert evidence.observer_lines({}) == []
 
 
+def test_an_option_that_leaves_out_every_module_is_told() -> None:
+    coverage = {"calls": 0, "modules_called": 0, "excluded": ["", "head"]}
+    report = Report("inconclusive", 1, 0, 1, 1.0, Rate(None, 0.0, 1.0, 0), coverage=coverage)
+    assert evidence.coverage_lines(report)[0] == "no call was recorded: only final outputs were compared"
+
+
 def test_coverage_in_words() -> None:
     coverage = {
         "calls": 1200,
