@@ -39,7 +39,7 @@ def coverage_lines(report: Report) -> list[str]:
         differing = history.get("differing") or 0
         what = (
             f"{differing:,} of {count(history['positions'], 'run')} differ from their counterpart, "
-            "so it is not memory of earlier runs alone"
+            "which does not point at memory of earlier runs"
             if differing
             else "every run equals its counterpart"
         )
