@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.leaks import GlobalState
 
 # A suite that was started in the background ignores Ctrl-C, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run of the suite; HYPOTHESIS_PROFILE=default looks for new ones.
+settings.register_profile("suite", derandomize=True, database=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 VOID_CONTROLS = pytest.StashKey[list[str]]()
 

@@ -13,6 +13,7 @@ from detaudit.compare.classes import FINAL, MAIN_CONDITIONS
 from detaudit.compare.hidden import parameters_differ
 from detaudit.compare.history import compare_history
 from detaudit.compare.locate import Located, locate
+from detaudit.compare.memory import WithoutState, judged_by_outputs, only_remembers
 from detaudit.compare.origins import Gaps
 from detaudit.core.recording import HISTORY, HOOKS_OFF, SCALAR_PREFIX, SUPERSEDED, RunColumns, TraceView
 from detaudit.core.records import Finding, Origin, Report
@@ -29,8 +30,14 @@ def analyze(view: TraceView) -> Report:
     Main runs are those of the conditions ``in-process`` and ``fresh-process``; they are compared with each
     other. Runs of other conditions are compared within their condition. Of ``hooks-off`` runs only the final
     output is used, of ``history-1`` and ``history-2`` run k of one is also compared with run k of the other.
+    State that differs and that no output shows is told, and does not decide (``memory``).
     """
-    return _Analysis(view).report()
+    report = _Analysis(view).report()
+    if only_remembers(view, report):
+        quiet = _Analysis(WithoutState(view)).report()
+        if quiet.verdict == "deterministic":
+            return judged_by_outputs(quiet, report)
+    return report
 
 
 class _Analysis:

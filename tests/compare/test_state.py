@@ -32,13 +32,38 @@ def test_a_counter_is_an_origin_and_its_container_is_not() -> None:
     assert (finding(report, "history-dependent").module, report.origins[0].part) == ("c", "module")
 
 
-def test_a_counter_that_changes_no_output_is_one_too() -> None:
+def test_a_counter_that_changes_no_output_is_told_and_does_not_decide() -> None:
     trace = MemoryTrace()
     for index in range(3):
         trace.add([node("c", "x", "y", state={"attr.step": index})], inputs="x", final="y")
     report = analyze(trace)
-    assert (origins(report), report.origins[0].sites) == (["c"], ("attr.step",))
-    assert kinds(report) == ["history-dependent", "masked"]
+    assert (report.verdict, report.origins, report.runs_differing) == ("deterministic", (), 0)
+    assert kinds(report) == ["history-dependent"]
+    assert "attr.step" in finding(report, "history-dependent").message
+    assert "no output shows it" in finding(report, "history-dependent").message
+
+
+def test_state_made_differently_from_equal_state_decides() -> None:
+    trace = MemoryTrace()
+    for noise in ("a", "b", "c"):
+        trace.add([node("c", "x", {"out": "y", "attr.sum": noise}, state={"attr.sum": 0})], final="y")
+    report = analyze(trace)
+    assert (report.verdict, origins(report)) == ("nondeterministic", ["c"])
+
+
+def test_state_that_reaches_an_output_decides() -> None:
+    trace = MemoryTrace()
+    for index in range(3):
+        trace.add([node("c", "x", index, state={"attr.step": index})], final=index)
+    assert analyze(trace).verdict == "nondeterministic"
+
+
+def test_large_state_that_changes_no_output_is_told_and_does_not_decide() -> None:
+    trace = MemoryTrace()
+    for index in range(3):
+        trace.add([node("c", "x", "y")], final="y", more={"large.start": {"c:buffer.cache": index}})
+    report = analyze(trace)
+    assert (report.verdict, kinds(report)) == ("deterministic", ["history-dependent"])
 
 
 def test_a_counter_behind_a_race_is_found_by_what_the_last_run_left() -> None:

@@ -1,0 +1,117 @@
+"""Runs that differ only in what modules remember, while everything they hand out agrees.
+
+A call counter, a lazily filled cache, an identifier made anew in every process: such state differs on entry
+to a call, and is told. But a run is judged by what comes out of it. Where no argument, return value, input
+changed in place, gradient or final output differs, and no call made different state from equal state, the
+verdict is that of the outputs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from detaudit.core.recording import SUPERSEDED, ModuleInfo, RunColumns, TraceView, Value
+from detaudit.core.records import Finding, Report
+
+LARGE = ("large.start", "large.end")
+_OWN_STATE = ("attr.", "buffer.")
+_FIRST_OWN_ID = 1 << 40
+
+
+class WithoutState:
+    """A view of the same runs in which no call has state of its own."""
+
+    def __init__(self, view: TraceView) -> None:
+        self._view = view
+        self._ids: dict[int, int] = {}
+        self._records: dict[tuple[tuple[str, int], ...], int] = {}
+        self._contents: dict[int, tuple[tuple[str, int], ...]] = {}
+
+    @property
+    def modules(self) -> Sequence[ModuleInfo]:
+        return self._view.modules
+
+    @property
+    def flags(self) -> Sequence[tuple[str, str | None]]:
+        return self._view.flags
+
+    @property
+    def meta(self) -> Mapping[str, object]:
+        return self._view.meta
+
+    def runs(self) -> Sequence[RunColumns]:
+        return [self._stateless(run) for run in self._view.runs()]
+
+    def record(self, record_id: int) -> tuple[tuple[str, int], ...]:
+        known = self._contents.get(record_id)
+        return self._view.record(record_id) if known is None else known
+
+    def value(self, value_id: int) -> Value:
+        return self._view.value(value_id)
+
+    def rows_differing(self, value_a: int, value_b: int) -> tuple[int, ...] | None:
+        return self._view.rows_differing(value_a, value_b)
+
+    def _stateless(self, run: RunColumns) -> RunColumns:
+        empty = self._id_of(())
+        return replace(
+            run,
+            state=array("q", [empty]) * len(run.state),
+            out=array("q", map(self._stripped, run.out)),
+            records={name: record for name, record in run.records.items() if name not in LARGE},
+        )
+
+    def _stripped(self, record_id: int) -> int:
+        found = self._ids.get(record_id)
+        if found is None:
+            sites = self._view.record(record_id)
+            found = self._ids[record_id] = self._id_of(
+                tuple(entry for entry in sites if not entry[0].startswith(_OWN_STATE))
+            )
+        return found
+
+    def _id_of(self, content: tuple[tuple[str, int], ...]) -> int:
+        known = self._records.get(content)
+        if known is None:
+            known = self._records[content] = _FIRST_OWN_ID + len(self._records)
+            self._contents[known] = content
+        return known
+
+
+def only_remembers(view: TraceView, report: Report) -> bool:
+    """Whether all that differs may come from state that differed on entry: no call made it from equal state."""
+    remembering = {finding.module for finding in report.findings if finding.kind == "history-dependent"}
+    explained = all(origin.module in remembering for origin in report.origins)
+    return report.verdict == "nondeterministic" and explained and not _has_source(view)
+
+
+def _has_source(view: TraceView) -> bool:
+    """Whether some call gave different outputs, or left different state, for equal arguments and state."""
+    seen: dict[tuple[int, int, int, int], int] = {}
+    for run in view.runs():
+        if run.condition == SUPERSEDED:
+            continue
+        ordinals: dict[int, int] = {}
+        for module, args, state, out in zip(run.module, run.args, run.state, run.out, strict=True):
+            ordinal = ordinals[module] = ordinals.get(module, -1) + 1
+            if seen.setdefault((module, ordinal, args, state), out) != out:
+                return True
+    return False
+
+
+def judged_by_outputs(quiet: Report, full: Report) -> Report:
+    """The report on the outputs, which agree, with what the report on everything found of state."""
+    told = [
+        replace(finding, message=f"{finding.message}; no output shows it, so the verdict does not count it")
+        for finding in full.findings
+        if finding.kind == "history-dependent"
+    ]
+    if not told:
+        message = (
+            "state too large to be digested at every call differs around runs; no output shows it, so the "
+            "verdict does not count it"
+        )
+        told = [Finding("history-dependent", None, message)]
+    return replace(quiet, findings=(*quiet.findings, *told))
