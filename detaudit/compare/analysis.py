@@ -36,7 +36,7 @@ def analyze(view: TraceView) -> Report:
     if only_remembers(view, report):
         quiet = _Analysis(WithoutState(view)).report()
         if quiet.verdict == "deterministic":
-            return judged_by_outputs(quiet, report)
+            return judged_by_outputs(view, quiet, report)
     return report
 
 

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from detaudit.compare.classes import MAIN_CONDITIONS
+from detaudit.compare.state import differing_sites
 from detaudit.core.recording import SUPERSEDED, ModuleInfo, RunColumns, TraceView, Value
 from detaudit.core.records import Finding, Report
 
@@ -81,7 +83,7 @@ class WithoutState:
 
 
 def only_remembers(view: TraceView, report: Report) -> bool:
-    """Whether all that differs may come from state that differed on entry: no call made it from equal state."""
+    """Whether all that differs may come from state that differed on entry."""
     remembering = {finding.module for finding in report.findings if finding.kind == "history-dependent"}
     explained = all(origin.module in remembering for origin in report.origins)
     return report.verdict == "nondeterministic" and explained and not _has_source(view)
@@ -101,17 +103,19 @@ def _has_source(view: TraceView) -> bool:
     return False
 
 
-def judged_by_outputs(quiet: Report, full: Report) -> Report:
+def judged_by_outputs(view: TraceView, quiet: Report, full: Report) -> Report:
     """The report on the outputs, which agree, with what the report on everything found of state."""
-    told = [
-        replace(finding, message=f"{finding.message}; no output shows it, so the verdict does not count it")
-        for finding in full.findings
-        if finding.kind == "history-dependent"
-    ]
+    told = [finding for finding in full.findings if finding.kind == "history-dependent"]
     if not told:
-        message = (
-            "state too large to be digested at every call differs around runs; no output shows it, so the "
-            "verdict does not count it"
-        )
+        runs = [run.records for run in view.runs() if run.condition in MAIN_CONDITIONS]
+        sites = [
+            site
+            for name in LARGE
+            for site in differing_sites(view, [records[name] for records in runs if name in records])
+        ]
+        what = f" ({', '.join(dict.fromkeys(sites))})" if sites else ""
+        message = f"state that is too large to digest at every call{what} differs around runs"
         told = [Finding("history-dependent", None, message)]
+    verdict = "no output shows it, so the verdict does not count it"
+    told = [replace(finding, message=f"{finding.message}; {verdict}") for finding in told]
     return replace(quiet, findings=(*quiet.findings, *told))

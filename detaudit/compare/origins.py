@@ -79,7 +79,7 @@ def _origin(
     part, after, mechanism = _part(view, aligned, node, groups, gaps)
     if carried is not None:
         part, after = "module", None
-        mechanism = f"own state carried over from earlier runs: {', '.join(carried.sites)}"
+        mechanism = f"own state that already differed on entry: {', '.join(carried.sites)}"
     sites, pairs = _sites(view, aligned, node, groups)
     rows, rows_total = _rows(view, pairs)
     return Origin(

@@ -64,6 +64,7 @@ def test_large_state_that_changes_no_output_is_told_and_does_not_decide() -> Non
         trace.add([node("c", "x", "y")], final="y", more={"large.start": {"c:buffer.cache": index}})
     report = analyze(trace)
     assert (report.verdict, kinds(report)) == ("deterministic", ["history-dependent"])
+    assert "c:buffer.cache" in finding(report, "history-dependent").message
 
 
 def test_a_counter_behind_a_race_is_found_by_what_the_last_run_left() -> None:
