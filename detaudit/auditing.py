@@ -6,7 +6,10 @@ docs/how-it-works.md tells the order of events and why it is this one.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +20,7 @@ from detaudit.options import Options
 from detaudit.progress import Progress, Silent
 from detaudit.script_audit import ScriptAudit
 from detaudit.target import LoadedTarget, TargetSpec
-from detaudit.trace import TraceWriter
+from detaudit.trace import TraceWriter, captures_dir, open_trace
 
 
 class _Audit(AbstractContextManager["_Audit"], Protocol):
@@ -54,7 +57,7 @@ def audit(
         "options": dataclasses.asdict(options),
     }
     shown = progress or Silent()
-    with TraceWriter.create(trace, meta) as writer:
+    with _nothing_without_a_run(trace), TraceWriter.create(trace, meta) as writer:
         running: _Audit
         running = (
             ScriptAudit(spec, options, writer, shown)
@@ -66,6 +69,22 @@ def audit(
             report = running.report()
         writer.store_report(report.to_json())
     return report
+
+
+@contextmanager
+def _nothing_without_a_run(trace: Path) -> Iterator[None]:
+    """A trace in which not even one run was finished is not left behind."""
+    existed = os.path.lexists(trace)
+    try:
+        yield
+    except BaseException:
+        if not existed and trace.exists():
+            with open_trace(trace) as opened:
+                runs = opened.run_count
+            if not runs:
+                trace.unlink()
+                shutil.rmtree(captures_dir(trace), ignore_errors=True)
+        raise
 
 
 def default_trace(spec: TargetSpec, now: datetime | None = None) -> Path:

@@ -7,12 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from detaudit.analysis import CallKey, analyze_trace, coverage, key_of, merge
 from detaudit.capture import CapturePass
 from detaudit.confirmation import confirm_kernels
+from detaudit.core.errors import UsageError
 from detaudit.core.recording import HELD_FIXED, HISTORY, HOOKS_OFF, SUPERSEDED
 from detaudit.core.records import Finding, Origin, Report
 from detaudit.environment import environment
@@ -65,8 +67,18 @@ class FunctionAudit:
             self._generators.write_bytes(generators.capture().dump())
             context.enter_context(self.output.collected())
             self.session = context.enter_context(Session(self.target or load(self.spec), self.options))
+            self._check_globs()
             self._context = context.pop_all()
         return self
+
+    def _check_globs(self) -> None:
+        """Raises UsageError where --only matches no module: nothing would be recorded."""
+        modules = self.session.recorder.modules()
+        paths = [name for module in modules for name in (module.path, *module.aliases)]
+        only = self.options.only
+        if only and paths and not any(fnmatchcase(path, glob) for path in paths for glob in only):
+            names = f"they are named like {max(paths, key=len)!r}"
+            raise UsageError(f"--only {' '.join(map(repr, only))} matches no module; {names}")
 
     def __exit__(self, *_: object) -> None:
         self._context.close()

@@ -91,6 +91,9 @@ class Job:
         )
 
 
+LAST_LINES = 15
+"""Of what a failed process printed, shown with the error."""
+
 _PATHS = ("trace", "output", "generators", "captures", "cases")
 
 
@@ -125,6 +128,7 @@ def launch(job: Job) -> None:
         job_file.write_text(job.dumps())
         job.output.parent.mkdir(parents=True, exist_ok=True)
         with job.output.open("ab") as output:
+            printed_before = output.tell()
             command = [sys.executable, "-P", "-c", _ENTRY, _PARENT, str(job_file), str(result_file)]
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
@@ -134,21 +138,26 @@ def launch(job: Job) -> None:
         if done.returncode in (EXIT_INTERRUPTED, -2):
             raise KeyboardInterrupt
         how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-        raise TargetRaised(
-            f"{job.spec.path}: the process of run {job.first_position + 1} ended with {how} "
-            f"before the run was over; what it printed is in {job.output}"
-        )
+        process = f"{job.spec.path}: the process of run {job.first_position + 1}"
+        message = f"{process} ended with {how} before the run was over"
+        raise TargetRaised(message, _last_words(job.output, printed_before))
     error = result["error"]
     if error is not None and error["class"] is None:
         raise RuntimeError(f"the worker of run {job.first_position + 1} failed:\n{error['message']}")
     if error is not None:
-        raise _rebuild(error)
+        raise _rebuild(error, _last_words(job.output, printed_before))
 
 
-def _rebuild(error: dict[str, Any]) -> DetauditError:
+def _last_words(output: Path, start: int) -> str:
+    """The last lines that a process printed, behind ``start`` in the file; empty if it printed nothing."""
+    text = output.read_bytes()[start:].decode(errors="backslashreplace")
+    return "".join(text.splitlines(keepends=True)[-LAST_LINES:])
+
+
+def _rebuild(error: dict[str, Any], printed: str) -> DetauditError:
     kind = getattr(errors, error["class"], DetauditError)
     if kind is TargetRaised:
-        return TargetRaised(error["message"], error["frames"])
+        return TargetRaised(error["message"], error["frames"] or printed)
     rebuilt: DetauditError = kind(error["message"])
     return rebuilt
 

@@ -209,6 +209,30 @@ def test_a_script_that_takes_its_process_down(tmp_path: Path) -> None:
     done = detaudit("run", "model.py", "--runs", "2", cwd=tmp_path)
     assert done.returncode == 2
     assert "exit status 9" in one_line(done)
+    assert not list(tmp_path.glob("*.detaudit*"))
+
+
+def test_what_a_failing_script_printed_is_shown(tmp_path: Path) -> None:
+    source = "import argparse, torch\nargparse.ArgumentParser(prog='mine').parse_args()\n"
+    target(tmp_path, source)
+    done = detaudit("run", "model.py", "--runs", "2", "--", "--unknown", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "unrecognized arguments: --unknown" in done.stderr
+
+
+def test_a_target_that_fails_before_its_first_run_leaves_no_trace(tmp_path: Path) -> None:
+    target(tmp_path, "def build_model(): raise OSError('no weights')\ndef make_inputs(): return 1\n")
+    done = detaudit("run", "model.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no weights" in done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["model.py"]
+
+
+def test_only_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    target(tmp_path, STABLE)
+    done = detaudit("run", "model.py", "--only", "typo*", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "matches no module" in one_line(done)
 
 
 def test_files_of_the_current_folder_stand_for_nothing(tmp_path: Path) -> None:
