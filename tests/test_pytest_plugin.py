@@ -34,6 +34,8 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     """Without entry points: the plugin may be installed in this environment, or not yet."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("CI", "BUILD_NUMBER"):  # under which pytest repeats whole messages in its summary
+        monkeypatch.delenv(name, raising=False)
     return pytester
 
 
