@@ -24,12 +24,10 @@ with torch.no_grad():
 @pytest.mark.usefixtures("racy")
 def test_the_kernel_of_a_script_is_rerun(tmp_path: Path) -> None:
     report = run_audit(tmp_path, SCRIPT, prelude="", runs=3, observer=False, confirm=True, kernel_runs=12)
-    assert report.origins[0].module == "layers.0.mlp.experts"
-    assert report.origins[0].max_ulp, report.origins[0].numbers_reason
+    origin = report.origins[0]
+    assert origin.module.endswith(".mlp.experts")  # of three runs, those of the first layer may agree
+    assert origin.max_ulp, origin.numbers_reason
     (kernel,) = report.kernels
-    assert (kernel.module, kernel.backend, kernel.outcome) == (
-        "layers.0.mlp.experts",
-        "reference",
-        "confirmed",
-    )
+    assert kernel.module in {found.module for found in report.origins}
+    assert (kernel.backend, kernel.outcome) == ("reference", "confirmed")
     assert [path.name for path in tmp_path.glob("*.detaudit.d/case-*")]
