@@ -88,6 +88,8 @@ def _kernel(kernel: KernelReport) -> list[str]:
     where = "" if kernel.module is None else f" in {code(wording.module_name(kernel.module))}"
     lines = [f"### Kernel {code(kernel.case)}{where}", ""]
     lines.append(f"Backend {code(kernel.backend)}. **{kernel.outcome}**: {cell(kernel.outcome_reason)}")
+    if reach := wording.reach(kernel):
+        lines.append(f"This is {reach}.")
     if kernel.control:
         lines.append(f"Positive control: {cell(kernel.control)}.")
     if kernel.variants:

@@ -141,6 +141,8 @@ def _kernel(console: Console, kernel: KernelReport) -> None:
     outcome = Text.assemble((kernel.outcome, _OUTCOME_COLOUR.get(kernel.outcome, "bold yellow")))
     outcome.append(f": {kernel.outcome_reason}", style="not bold default")
     lines: list[RenderableType] = [outcome]
+    if reach := wording.reach(kernel):
+        lines.append(f"this is {reach}")
     if kernel.control:
         lines.append(f"positive control: {kernel.control}")
     if kernel.variants:

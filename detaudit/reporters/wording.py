@@ -264,3 +264,10 @@ def joined(items: Iterable[str], limit: int = 12) -> str:
     listed = list(items)
     more = [f"and {len(listed) - limit:,} more"] if len(listed) > limit else []
     return ", ".join(listed[:limit] + more)
+
+
+def reach(kernel: KernelReport) -> str | None:
+    """What rerunning the kernel could not have shown."""
+    if kernel.backend != "reference" or not kernel.variants:
+        return None
+    return "detaudit's own kernel in plain torch, on this device: nothing is shown of any library's GPU kernel"

@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detaudit.core.records import Origin, Rate, Report
+from detaudit.core.records import KernelReport, Origin, Rate, Report, VariantResult
 from detaudit.reporters import wording
 
 
@@ -117,3 +117,11 @@ def test_an_origin_of_another_condition_has_that_conditions_total() -> None:
     assert any("held fixed" in line for line in wording.origin_details(behind))
     assert wording.origin_rate(origin(runs_differing=1), report) == "1 of 1 run"
     assert wording.calls_of(origin(call=2, calls=4)) == "call 2 and 3 more of its calls"
+
+
+def test_what_the_reference_kernel_cannot_show_is_said() -> None:
+    variant = VariantResult("atomic", {}, None, 300, 1, 2, 0.01, 1, 0.1, None, 1.0, 1.0)
+    own = KernelReport("case", None, "reference", "confirmed", "", None, (variant,))
+    assert "nothing is shown of any library's GPU kernel" in str(wording.reach(own))
+    other = KernelReport("case", None, "flashinfer-cutlass", "confirmed", "", None, (variant,))
+    assert wording.reach(other) is None
