@@ -270,4 +270,6 @@ def reach(kernel: KernelReport) -> str | None:
     """What rerunning the kernel could not have shown."""
     if kernel.backend != "reference" or not kernel.variants:
         return None
-    return "detaudit's own kernel in plain torch, on this device: nothing is shown of any library's GPU kernel"
+    return (
+        "detaudit's own kernel in plain torch, on this device: nothing is shown of any library's GPU kernel"
+    )
