@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-
-from detaudit.core.digest import make_digester
 from detaudit.core.recording import HOOKS_OFF, Run
+from detaudit.core.undecided_digester import UndecidedDigester
 from detaudit.execution import Execution
 from detaudit.hooks.recorder import Recorder
 from detaudit.options import Options
@@ -37,7 +35,7 @@ def execute_script(
     Raises:
         TargetRaised: it raised, or ended with a failure.
     """
-    digester = make_digester("cuda" if torch.version.cuda else "cpu")
+    digester = UndecidedDigester()
     recorder = (
         Recorder(digester, only=options.only, exclude=options.exclude)
         if recorded
