@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from detaudit.compare import analyze
-from detaudit.core.recording import ModuleInfo
+from detaudit.core.recording import CallKey, ModuleInfo
 from detaudit.core.records import Finding, KernelReport, Origin, Report
 from detaudit.trace import TraceWriter, open_trace
-
-CallKey = tuple[str, int]
 
 
 def key_of(origin: Origin) -> CallKey:

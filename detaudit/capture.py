@@ -20,7 +20,7 @@ from torch import Tensor
 from detaudit.core.digest import NotObservable, digest, parts
 from detaudit.core.errors import DetauditError
 from detaudit.core.numbers import Difference, difference
-from detaudit.core.recording import Call, Record
+from detaudit.core.recording import Call, CallKey, Record
 from detaudit.core.records import Finding, Origin
 from detaudit.execution import Execution, Session
 from detaudit.hooks import generators
@@ -31,7 +31,6 @@ from detaudit.hooks.operators import OperatorDifference, OperatorTap, first_diff
 from detaudit.hooks.tree import flatten
 from detaudit.mechanisms import mechanism
 
-CallKey = tuple[str, int]
 Tensors = list[tuple[str, Tensor]]
 
 ISOLATED_RUNS = 20

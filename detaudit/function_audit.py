@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from detaudit.analysis import CallKey, analyze_trace, coverage, key_of, merge
+from detaudit.analysis import analyze_trace, coverage, key_of, merge
 from detaudit.capture import CapturePass
 from detaudit.confirmation import confirm_kernels
 from detaudit.core.errors import UsageError
-from detaudit.core.recording import HELD_FIXED, HISTORY, HOOKS_OFF, SUPERSEDED
+from detaudit.core.recording import HELD_FIXED, HISTORY, HOOKS_OFF, SUPERSEDED, CallKey
 from detaudit.core.records import Finding, Origin, Report
 from detaudit.environment import environment
 from detaudit.execution import Session

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import torch
 
-from detaudit.core.recording import KernelCall
+from detaudit.core.recording import CallKey, KernelCall
 from detaudit.core.records import KernelReport
 from detaudit.hooks import flashinfer_state
 from detaudit.hooks.functions import FunctionTap
 from detaudit.kernels.cases import Case
 from detaudit.kernels.confirm import all_backends, backend_for, unsupported_report
 from detaudit.kernels.flashinfer_cutlass import FlashInferCutlass
-
-CallKey = tuple[str, int]
 
 ENTRIES = (flashinfer_state.CUTLASS_MOE, "detaudit.kernels.reference:reference_moe")
 

@@ -9,10 +9,10 @@ from typing import Any, Self
 
 import torch
 
-from detaudit.analysis import CallKey, analyze_trace, coverage, key_of, merge
+from detaudit.analysis import analyze_trace, coverage, key_of, merge
 from detaudit.capture import NO_NUMBERS, Numbers, numbers_of
 from detaudit.confirmation import confirm_cases
-from detaudit.core.recording import FRESH_PROCESS
+from detaudit.core.recording import FRESH_PROCESS, CallKey
 from detaudit.core.records import Origin, Report
 from detaudit.hooks import generators
 from detaudit.options import Options

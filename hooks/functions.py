@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from detaudit.core.errors import UsageError
-from detaudit.core.recording import KernelCall
+from detaudit.core.recording import CallKey, KernelCall
 from detaudit.hooks.arguments import Arguments, TensorLayout, bind
 from detaudit.hooks.copies import Storages, copy_tensor
 from detaudit.hooks.imports import ImportWatch
@@ -31,12 +31,11 @@ CALL_LIMIT = 100_000
 OUTSIDE = ("", -1)
 """Module path and ordinal of a call that happened in no module."""
 
-CallSite = tuple[str, int]
-Keep = Callable[[str, CallSite], bool]
+Keep = Callable[[str, CallKey], bool]
 Context = Callable[[], Mapping[str, object]]
 
 
-def _never(entry: str, at: CallSite) -> bool:
+def _never(entry: str, at: CallKey) -> bool:
     return False
 
 
@@ -61,7 +60,7 @@ class FunctionTap:
     def __init__(
         self,
         entries: Iterable[str],
-        current_call: Callable[[], CallSite | None],
+        current_call: Callable[[], CallKey | None],
         *,
         keep: Keep = _never,
         keep_bytes: int = 0,

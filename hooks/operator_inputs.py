@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from detaudit.core.recording import CallKey
 from detaudit.hooks.capture import bytes_held, copy_of
 from detaudit.hooks.dispatch import Watcher
-
-CallSite = tuple[str, int]
 
 
 class OperatorInputs(Watcher):  # type: ignore[no-untyped-call]
@@ -24,7 +23,7 @@ class OperatorInputs(Watcher):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, call: Callable[[], CallSite | None], at: CallSite, index: int, name: str, budget: int
+        self, call: Callable[[], CallKey | None], at: CallKey, index: int, name: str, budget: int
     ) -> None:
         super().__init__()
         self.function: Any = None

@@ -13,14 +13,11 @@ from typing import Any, Literal
 import torch
 
 from detaudit.core.digest import Digester
-from detaudit.core.recording import SCALAR_PREFIX, Record
+from detaudit.core.recording import SCALAR_PREFIX, CallKey, Record
 from detaudit.hooks.dispatch import Watcher
 from detaudit.hooks.observe import PendingRecord, generator_states, observe
 
 OPERATOR_LIMIT = 200_000
-
-CallSite = tuple[str, int]
-"""(module path, ordinal of that module's call)"""
 
 _UNINITIALISED = frozenset(
     {
@@ -108,7 +105,7 @@ class OperatorDifference:
 @dataclass(slots=True)
 class _Seen:
     name: str
-    at: CallSite
+    at: CallKey
     index: int
     inputs: PendingRecord
     outputs: PendingRecord = field(default_factory=PendingRecord)
@@ -128,7 +125,7 @@ class OperatorTap(Watcher):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, digester: Digester, call: Callable[[], CallSite | None], limit: int = OPERATOR_LIMIT
+        self, digester: Digester, call: Callable[[], CallKey | None], limit: int = OPERATOR_LIMIT
     ) -> None:
         super().__init__()
         self.dropped = 0
@@ -136,7 +133,7 @@ class OperatorTap(Watcher):  # type: ignore[no-untyped-call]
         self._call = call
         self._limit = limit
         self._seen: list[_Seen] = []
-        self._counts: dict[CallSite, int] = {}
+        self._counts: dict[CallKey, int] = {}
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at = self._call()
@@ -185,12 +182,12 @@ class OperatorTap(Watcher):  # type: ignore[no-untyped-call]
 
 
 def within(
-    current_call: Callable[[], CallSite | None], modules: Collection[str]
-) -> Callable[[], CallSite | None]:
+    current_call: Callable[[], CallKey | None], modules: Collection[str]
+) -> Callable[[], CallKey | None]:
     """A ``call`` for ``OperatorTap``: the innermost module call, while it is one of ``modules`` or inside
     one."""
 
-    def call() -> CallSite | None:
+    def call() -> CallKey | None:
         at = current_call()
         if at is None or not any(_holds(module, at[0]) for module in modules):
             return None
@@ -209,7 +206,7 @@ def first_differing(a: Sequence[Operator], b: Sequence[Operator]) -> OperatorDif
     Where there is none, the first difference of another kind; None if all operators agree.
     """
     others = {(op.module, op.call, op.index): op for op in b}
-    broken: set[CallSite] = set()
+    broken: set[CallKey] = set()
     fallback: OperatorDifference | None = None
     counts: dict[tuple[str, int, str], int] = {}
     for op in a:

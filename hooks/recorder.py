@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from detaudit.core.digest import Digester
-from detaudit.core.recording import ModuleInfo
+from detaudit.core.recording import CallKey, ModuleInfo
 from detaudit.hooks.calls import watch
 from detaudit.hooks.capture import CAPTURE_BYTES, CapturedCall, Captures
 from detaudit.hooks.graphs import LARGE_BYTES, GraphWatcher
 from detaudit.hooks.names import Names, held_modules, join, named_modules
 from detaudit.hooks.observe import Observer, PendingRecord
 from detaudit.hooks.own_state import own_state
-from detaudit.hooks.run import CallKey, RecordedRun, Recording, note_foreign_threads
+from detaudit.hooks.run import RecordedRun, Recording, note_foreign_threads
 from detaudit.hooks.witness import Witness
 
 __all__ = ["CallKey", "CapturedCall", "Recorder", "Recording", "held_modules"]

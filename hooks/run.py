@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from detaudit.core.digest import Pending, interposed, unseen
-from detaudit.core.recording import Call, Record
+from detaudit.core.recording import Call, CallKey, Record
 from detaudit.hooks.calls import Entry, Wrappers, is_symbolic
 from detaudit.hooks.capture import CapturedCall, Captures, copy_of
 from detaudit.hooks.frames import Built, Frame, build, expand, final_record
@@ -23,9 +23,6 @@ from detaudit.hooks.names import Names, Place, inner_of
 from detaudit.hooks.observe import PendingRecord
 from detaudit.hooks.own_state import is_closed
 from detaudit.hooks.witness import Witness
-
-CallKey = tuple[str, int]
-"""(module path, ordinal of that module's calls in the run)."""
 
 
 @dataclass(slots=True)

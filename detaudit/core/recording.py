@@ -19,6 +19,9 @@ HELD_FIXED = "held-fixed"
 """Conditions of runs. A superseded run was made again under better control and is not compared. In
 ``held-fixed-N`` the outputs of the origins known so far were held fixed, to see what else differs."""
 
+CallKey = tuple[str, int]
+"""(module path, ordinal of that module's calls in the run)."""
+
 SCALAR_PREFIX = "python."
 """dtype of a host scalar is this prefix and the type name: ``python.int``, ``python.str``, ..."""
 
