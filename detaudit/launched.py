@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from detaudit.hooks.launched_kernels import Launched, LaunchedKernels
 from detaudit.options import Options
 from detaudit.progress import Progress, Silent
 from detaudit.scan.cache import cache_folder
+from detaudit.scan.containers import spells_out
 from detaudit.scan.join import join, matched
-from detaudit.scan.scanner import Settings, plan, scan
+from detaudit.scan.names import identifier
+from detaudit.scan.scanner import Plan, Settings, plan, scan
 from detaudit.scan.selection import Selection
 from detaudit.scan.sources import files_of, flashinfer_builds
 from detaudit.scan.tools import find_tools
@@ -71,25 +74,43 @@ def _profiled(spec: TargetSpec) -> Launched:
 def scan_for(names: frozenset[str], arch: str, progress: Progress, jobs: int = 0) -> ScanReport:
     """Scan what this process has loaded, and the caches of JIT compilers, until every name is found.
 
-    JIT modules and caches first, then libraries by size, since the large ones take minutes.
+    The caches first; then libraries that spell out one of the names, then the rest by size, since the large
+    ones take minutes. Some of those (cuBLASLt, cuFFT) load kernels that they spell out nowhere.
     """
     tools = find_tools()
+    settings = Settings((arch.removeprefix("sm_"),), jobs=jobs, cache=cache_folder())
     kernels: list[KernelScan] = []
     files: list[FileScan] = []
     missing = names
-    for path in (*files_of(_caches()), *sorted(files_of(loaded_libraries()), key=_size)):
+    for path, work in (*_planned(files_of(_caches())), *_likely_first(files_of(loaded_libraries()), names)):
         if not missing:
             break
-        work = plan([path])
-        if not work.images:
-            continue
         progress.describe(f"scanning {path.name}, {len(missing):,} kernels to find")
-        settings = Settings((arch.removeprefix("sm_"),), Selection(names=missing), jobs, cache_folder())
-        found = scan(work, tools, settings)
+        found = scan(work, tools, replace(settings, selection=Selection(names=missing)))
         kernels += found.kernels
         files += found.files
         missing -= matched(missing, found)
     return ScanReport(tuple(kernels), tuple(files), tools.versions)
+
+
+def _planned(files: Iterable[Path]) -> Iterator[tuple[Path, Plan]]:
+    for path in files:
+        work = plan([path])
+        if work.images:
+            yield path, work
+
+
+def _likely_first(files: Iterable[Path], names: Iterable[str]) -> list[tuple[Path, Plan]]:
+    spelled = sorted({identifier(name).encode() for name in names})
+
+    def rank(item: tuple[Path, Plan]) -> tuple[bool, int]:
+        path, work = item
+        try:
+            return not spells_out(path, work.images, spelled), path.stat().st_size
+        except OSError:
+            return True, 0
+
+    return sorted(_planned(files), key=rank)
 
 
 def loaded_libraries() -> list[Path]:
@@ -105,10 +126,3 @@ def _caches() -> list[Path]:
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     folders = [Path(triton), Path(inductor or Path(tempfile.gettempdir()) / f"torchinductor_{getuser()}")]
     return [*(folder for folder in folders if folder.is_dir()), *flashinfer_builds()]
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

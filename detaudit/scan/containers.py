@@ -3,14 +3,15 @@
 Sections are not consulted, because libraries keep fatbins in several (``.nv_fatbin``, ``__nv_relfatbin``,
 plain data) and archives and Triton caches have none. A fatbin begins with the header in CUDA's
 ``fatbinary_section.h`` and ``fatbinary.h``: magic 0xBA55ED50, version, header size, size of what follows.
-A cubin is an ELF file for machine 190 (EM_CUDA).
+A cubin is an ELF file for machine 190 (EM_CUDA). Of a fatbin's entries only the headers are read here
+(kind, sizes, architecture: 64 bytes or more, followed by the payload); ``cuobjdump`` takes the code out.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -19,6 +20,8 @@ FATBIN_MAGIC: Final = b"\x50\xed\x55\xba"
 ELF_MAGIC: Final = b"\x7fELF\x02\x01"
 EM_CUDA: Final = 190
 _FATBIN_HEADER: Final = struct.Struct("<4sHHQ")
+_FATBIN_ENTRY: Final = struct.Struct("<HHIQ8xHHI32x")
+_PTX: Final = 1
 _ELF_HEADER: Final = struct.Struct("<16sHHIQQQIHHHHHH")
 _ARCHIVE_MAGIC: Final = b"!<arch>\n"
 _CHUNK: Final = 1 << 20
@@ -48,6 +51,53 @@ class Image:
                     raise OSError(f"{self.path} became shorter while it was read")
                 left -= len(chunk)
                 yield chunk
+
+
+def architectures(image: Image) -> frozenset[int] | None:
+    """Numbers of the architectures for which a fatbin holds anything but PTX: ``{80, 90}`` for SM 80 and 90.
+
+    None if that cannot be told: a cubin, or entries that do not add up.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if image.kind != "fatbin":
+        return None
+    found: set[int] = set()
+    at, end = image.offset + _FATBIN_HEADER.size, image.offset + image.size
+    with image.path.open("rb") as file:
+        while at + _FATBIN_ENTRY.size <= end:
+            file.seek(at)
+            head = file.read(_FATBIN_ENTRY.size)
+            if len(head) < _FATBIN_ENTRY.size:
+                return None
+            kind, _, header, payload, _, _, arch = _FATBIN_ENTRY.unpack(head)
+            if header < _FATBIN_ENTRY.size:
+                return None
+            if kind != _PTX:
+                found.add(arch)
+            at += header + payload
+    return frozenset(found) if at == end else None
+
+
+def spells_out(path: Path, found: Iterable[Image], texts: Iterable[bytes]) -> bool:
+    """Whether one of ``texts`` is in the file outside of its images, which are mostly compressed.
+
+    A library that registers a kernel with the CUDA runtime spells its symbol out there.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        edges = [
+            0,
+            *(edge for image in found for edge in (image.offset, image.offset + image.size)),
+            len(data),
+        ]
+        outside = [(edges[index], edges[index + 1]) for index in range(0, len(edges), 2)]
+        return any(data.find(text, *between) >= 0 for text in texts for between in outside)
 
 
 def may_hold_images(path: Path) -> bool:

@@ -108,6 +108,18 @@ def shorten(name: str) -> str:
     return _clipped(short.replace("{anonymous}::", ""))
 
 
+def identifier(name: str) -> str:
+    """The function's own name, which its symbol holds whether mangled or not.
+
+    >>> identifier("void ns::sum<4, ns::Add<float>>(float*, float const*)")
+    'sum'
+    """
+    if name.startswith("_Z"):
+        return _outermost(name).rpartition("::")[2]
+    base = shorten(name).partition("<")[0]
+    return base.rpartition("::")[2]
+
+
 def _clipped(short: str) -> str:
     return short if len(short) <= _MOST_SHORT else short[: _MOST_SHORT - 3].rstrip(", ") + "..."
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from detaudit.core.scans import MEANINGS, FileScan, KernelScan, ScanReport
 from detaudit.scan.cache import Cache
-from detaudit.scan.containers import Image, images
+from detaudit.scan.containers import Image, architectures, images
 from detaudit.scan.functions import Function, functions
 from detaudit.scan.names import demangle, finalize_of, shorten
 from detaudit.scan.selection import EVERYTHING, Selection, functions_in
@@ -48,9 +48,22 @@ class Settings:
     def workers(self) -> int:
         return self.jobs or len(os.sched_getaffinity(0))
 
+    def wants_some_of(self, image: Image) -> bool:
+        """False only if the image's own headers say that it holds nothing for these architectures.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        held = architectures(image) if self.archs else None
+        return held is None or not held.isdisjoint(_number(arch) for arch in self.archs)
+
     def wants(self, arch: str) -> bool:
         number = arch.removeprefix("sm_")
         return not self.archs or number in self.archs or number.rstrip("af") in self.archs
+
+
+def _number(arch: str) -> int:
+    return int(arch.rstrip("af"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +127,8 @@ class _Worker:
 
     def image(self, image: Image) -> _Result:
         try:
+            if not self._settings.wants_some_of(image):
+                return _Result(())
             key = self._cache.key(image.chunks())
             cached = self._cache.get(key)
             if cached is not None:

@@ -80,3 +80,6 @@ def test_files_are_scanned_until_every_kernel_is_found(
     missing = scan_for(frozenset({"nowhere"}), "sm_90", Silent())
     assert [Path(file.path).name for file in missing.files] == ["scatter_add.cubin", "jit.so", "large.so"]
     assert missing.kernels == ()
+    large.write_bytes(large.read_bytes() + b"_Z9spin_lockPiPfi")
+    found = scan_for(frozenset({"spin_lock"}), "sm_90", Silent())
+    assert [Path(file.path).name for file in found.files] == ["scatter_add.cubin", "large.so"]

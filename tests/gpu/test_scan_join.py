@@ -99,10 +99,10 @@ class Double(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scatter, self.double = Scatter(), Double()
+        self.scatter, self.twice = Scatter(), Double()
 
     def forward(self, x, index):
-        return self.double(self.scatter(x, index))
+        return self.twice(self.scatter(x, index))
 
 
 def build_model():
@@ -162,7 +162,7 @@ def test_a_triton_kernel_is_found_in_its_cache(tmp_path: Path) -> None:
     modules = joined(target, tmp_path, TRITON_CACHE_DIR=str(tmp_path / "triton"))
     (suspect,) = suspects(modules["scatter"])
     assert (suspect["name"], suspect["accumulates"]) == ("detaudit_test_scatter", ["add.f32 global"])
-    assert modules["double"]["judgement"] == "nothing found"
+    assert modules["twice"]["judgement"] == "nothing found"
 
 
 needs_flashinfer = pytest.mark.skipif(

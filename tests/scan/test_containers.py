@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detaudit.scan.containers import EM_CUDA, FATBIN_MAGIC, images, may_hold_images
+from detaudit.scan.containers import (
+    EM_CUDA,
+    FATBIN_MAGIC,
+    architectures,
+    images,
+    may_hold_images,
+    spells_out,
+)
 from tests.scan.support import BARE, KERNELS, PTX_ONLY
 
 
@@ -83,3 +90,50 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(OSError, match="became shorter"):
         list(image.chunks())
+
+
+def fatbin_of(*entries: tuple[int, int, int]) -> bytes:
+    """A fatbin of entries (kind, architecture, bytes of payload)."""
+    body = b"".join(
+        struct.pack("<HHIQ8xHHI32x", kind, 0x101, 64, size, 0, 1, arch) + bytes(size)
+        for kind, arch, size in entries
+    )
+    return FATBIN_MAGIC + struct.pack("<HHQ", 1, 16, len(body)) + body
+
+
+def test_the_architectures_of_a_fatbin_are_in_its_headers(tmp_path: Path) -> None:
+    ptx, cubin, lto = 1, 2, 8
+    path = tmp_path / "k.fatbin"
+    path.write_bytes(fatbin_of((cubin, 80, 24), (ptx, 90, 8), (cubin, 120, 0), (lto, 75, 16)))
+    (image,) = images(path)
+    assert architectures(image) == frozenset({80, 120, 75})
+
+
+def test_the_compilers_own_fatbins_are_read() -> None:
+    (image,) = images(KERNELS)
+    assert architectures(image) == frozenset({80, 90, 100, 120})
+    (ptx_only,) = images(PTX_ONLY)
+    assert architectures(ptx_only) == frozenset()
+    (bare,) = images(BARE)
+    assert architectures(bare) is None
+
+
+@pytest.mark.parametrize("damage", [(8, 3), (8, -3), (20, 5)])
+def test_entries_that_do_not_add_up_tell_nothing(tmp_path: Path, damage: tuple[int, int]) -> None:
+    where, by = damage
+    data = bytearray(fatbin_of((2, 80, 24), (2, 90, 24)))
+    data[where] += by  # of the fatbin's size, or of the first entry's header size
+    path = tmp_path / "k.fatbin"
+    path.write_bytes(data + bytes(16))
+    (image,) = images(path)
+    assert architectures(image) is None
+
+
+def test_a_symbol_counts_only_where_the_host_spells_it_out(tmp_path: Path) -> None:
+    path = tmp_path / "l.so"
+    fatbin = KERNELS.read_bytes()
+    path.write_bytes(fatbin + b" sum_rows " + fatbin)
+    assert spells_out(path, images(path), [b"nowhere", b"sum_rows"])
+    assert not spells_out(path, images(path), [FATBIN_MAGIC])
+    path.write_bytes(b"")
+    assert not spells_out(path, [], [b""])
