@@ -102,7 +102,7 @@ def plan(
     dims, row_bytes = rows
     kind = Kind.COPY if small else _kind(cut, max_blocks)
     alignment = _alignment(address, dims, cut)
-    wanted = -(-cut.nbytes // 4) if small else cut.leaves * _THREADS_PER_LEAF[kind]
+    wanted = cut.nbytes if small else cut.leaves * _THREADS_PER_LEAF[kind]
     blocks = min(-(-wanted // THREADS), max_blocks)
     filler = [0] * (MAX_DIMS - len(dims))
     packed = SOURCE.pack(

@@ -27,15 +27,17 @@ const u64 PRIME64_1 = 0x9E3779B185EBCA87ull, PRIME64_2 = 0xC2B2AE3D27D4EB4Full;
 const u64 PRIME64_3 = 0x165667B19E3779F9ull, PRIME64_4 = 0x85EBCA77C2B2AE63ull, PRIME64_5 = 0x27D4EB2F165667C5ull;
 const u64 PRIME_MX1 = 0x165667919E3779F9ull, PRIME_MX2 = 0x9FB21C651E98DF25ull;
 
-// The default secret's 192 bytes, little-endian.
-__constant__ u64 SECRET[24] = {
-    0xbe4ba423396cfeb8ull, 0x1cad21f72c81017cull, 0xdb979083e96dd4deull, 0x1f67b3b7a4a44072ull,
-    0x78e5c0cc4ee679cbull, 0x2172ffcc7dd05a82ull, 0x8e2443f7744608b8ull, 0x4c263a81e69035e0ull,
-    0xcb00c391bb52283cull, 0xa32e531b8b65d088ull, 0x4ef90da297486471ull, 0xd8acdea946ef1938ull,
-    0x3f349ce33f76faa8ull, 0x1d4f0bc7c7bbdcf9ull, 0x3159b4cd4be0518aull, 0x647378d9c97e9fc8ull,
-    0xc3ebd33483acc5eaull, 0xeb6313faffa081c5ull, 0x49daf0b751dd0d17ull, 0x9e68d429265516d3ull,
-    0xfca1477d58be162bull, 0xce31d07ad1b8f88full, 0x280416958f3acb45ull, 0x7e404bbbcafbd7afull,
-};
+// The default secret's 192 bytes, little-endian; in constant memory, from where thread blocks with many leaves
+// copy it to their own, and in global memory, where threads that want a few words once have them sooner.
+#define SECRET_WORDS \
+    0xbe4ba423396cfeb8ull, 0x1cad21f72c81017cull, 0xdb979083e96dd4deull, 0x1f67b3b7a4a44072ull, \
+    0x78e5c0cc4ee679cbull, 0x2172ffcc7dd05a82ull, 0x8e2443f7744608b8ull, 0x4c263a81e69035e0ull, \
+    0xcb00c391bb52283cull, 0xa32e531b8b65d088ull, 0x4ef90da297486471ull, 0xd8acdea946ef1938ull, \
+    0x3f349ce33f76faa8ull, 0x1d4f0bc7c7bbdcf9ull, 0x3159b4cd4be0518aull, 0x647378d9c97e9fc8ull, \
+    0xc3ebd33483acc5eaull, 0xeb6313faffa081c5ull, 0x49daf0b751dd0d17ull, 0x9e68d429265516d3ull, \
+    0xfca1477d58be162bull, 0xce31d07ad1b8f88full, 0x280416958f3acb45ull, 0x7e404bbbcafbd7afull
+__constant__ u64 SECRET[24] = {SECRET_WORDS};
+__device__ const u64 SECRET_IN_GLOBAL[24] = {SECRET_WORDS};
 
 __constant__ u64 INITIAL[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
@@ -384,13 +386,12 @@ __device__ __forceinline__ void copy_rows(const Source &source, u32 block) {
 }
 
 template <u32 ALIGNMENT>
-__device__ __forceinline__ void long_leaves(const Source &source, u32 block, const u64 *secret, u64 *sums) {
+__device__ __forceinline__ void many_leaves(const Source &source, u32 block, const u64 *secret) {
     switch (source.kind) {
         case GROUP_OF_4: return group_per_leaf<ALIGNMENT, 1>(source, block, secret);
         case GROUP_OF_8: return group_per_leaf<ALIGNMENT, 2>(source, block, secret);
         case GROUP_OF_16: return group_per_leaf<ALIGNMENT, 4>(source, block, secret);
         case GROUP_OF_32: return group_per_leaf<ALIGNMENT, 8>(source, block, secret);
-        case BLOCK_PER_LEAF: return block_per_leaf<ALIGNMENT>(source, block, secret, sums);
     }
 }
 
@@ -399,12 +400,17 @@ __device__ __forceinline__ void run(const Source &source) {
     __shared__ u64 sums[LEAF_BYTES / BLOCK_BYTES * 8];
     const u32 block = blockIdx.x - source.first_block;
     if (source.kind == COPY) return copy_rows(source, block);
+    if (source.kind == BLOCK_PER_LEAF) {
+        if (source.alignment == 16) return block_per_leaf<16>(source, block, SECRET_IN_GLOBAL, sums);
+        if (source.alignment == 8) return block_per_leaf<8>(source, block, SECRET_IN_GLOBAL, sums);
+        return block_per_leaf<4>(source, block, SECRET_IN_GLOBAL, sums);
+    }
     if (threadIdx.x < 24) secret[threadIdx.x] = SECRET[threadIdx.x];
     __syncthreads();
     if (source.kind == THREAD_PER_LEAF) return thread_per_leaf(source, block, secret);
-    if (source.alignment == 16) return long_leaves<16>(source, block, secret, sums);
-    if (source.alignment == 8) return long_leaves<8>(source, block, secret, sums);
-    long_leaves<4>(source, block, secret, sums);
+    if (source.alignment == 16) return many_leaves<16>(source, block, secret);
+    if (source.alignment == 8) return many_leaves<8>(source, block, secret);
+    many_leaves<4>(source, block, secret);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_RESIDENT) digest_batch(const __grid_constant__ Batch batch) {
