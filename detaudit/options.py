@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 DEFAULT_RUNS = 20
 DEFAULT_KERNEL_RUNS = 300
@@ -46,3 +48,22 @@ class Options:
         return tuple(
             kind for run in range(self.runs) for kind in ((True, False) if run in after else (True,))
         )
+
+
+def command_line(meta: Mapping[str, Any]) -> tuple[str, ...]:
+    """What follows ``detaudit run TARGET`` to make a trace's audit again, but for the number of runs.
+
+    Args:
+        meta: the trace's, of which ``mode``, ``options`` (the fields of ``Options``) and ``argv`` are read.
+    """
+    options = meta.get("options") or {}
+    words = ["--script"] if meta.get("mode") == "script" else []
+    for name in ("only", "exclude"):
+        for glob in options.get(name, ()):
+            words += [f"--{name}", glob]
+    words += [f"--no-{name}" for name in ("history", "observer", "confirm") if options.get(name) is False]
+    for name, default in (("kernel_runs", DEFAULT_KERNEL_RUNS), ("capture_bytes", DEFAULT_CAPTURE_BYTES)):
+        if options.get(name, default) != default:
+            words += [f"--{name.replace('_', '-')}", str(options[name])]
+    argv = meta.get("argv") or ()
+    return (*words, "--", *argv) if argv else tuple(words)

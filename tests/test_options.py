@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
 
-from detaudit.options import Options
+from detaudit.options import Options, command_line
 
 
 @pytest.mark.parametrize("runs", [1, 2, 3, 5, 7, 20, 100])
@@ -25,3 +26,12 @@ def test_unrecorded_runs_are_spread_and_never_next_to_each_other() -> None:
 
 def test_without_the_observer_control_all_runs_are_recorded() -> None:
     assert Options(runs=5, observer=False).schedule() == (True,) * 5
+
+
+def test_the_words_that_make_an_audit_again() -> None:
+    asked = Options(7, only=("layers.*",), exclude=("a", "b"), history=False, kernel_runs=9, capture_bytes=0)
+    meta = {"mode": "script", "options": dataclasses.asdict(asked), "argv": ["--steps", "3"]}
+    told = "--script --only layers.* --exclude a --exclude b --no-history --kernel-runs 9 --capture-bytes 0"
+    assert command_line(meta) == (*told.split(), "--", "--steps", "3")
+    assert command_line({"mode": "function", "options": dataclasses.asdict(Options(5)), "argv": []}) == ()
+    assert command_line({}) == ()

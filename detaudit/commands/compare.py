@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from pathlib import Path
 
 import click
@@ -21,7 +19,11 @@ import click
     help="Tolerate a relative error ||b - a|| / ||a|| of the final output.",
 )
 @click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Also write it as JSON."
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="Also write it as JSON; - is standard output, and the rest goes to standard error.",
 )
 def command(a: Path, b: Path, ulp: int | None, rel: float | None, json_file: Path | None) -> int:
     """Find the first module whose bits differ between trace A and trace B, with equal inputs.
@@ -40,19 +42,16 @@ def command(a: Path, b: Path, ulp: int | None, rel: float | None, json_file: Pat
       detaudit compare torch-2.12.detaudit torch-2.13.detaudit
       detaudit compare h100.detaudit h200.detaudit --rel 1e-3 --json comparison.json
     """
+    from detaudit.commands.delivery import STDOUT, check, deliver, show
     from detaudit.core.comparison import Tolerance
-    from detaudit.core.files import write_text
     from detaudit.differ.traces import compare_traces
     from detaudit.reporters.comparison import ComparisonJsonReporter, ComparisonTerminalReporter
     from detaudit.trace import open_trace
 
+    check(json_file)
     tolerance = None if ulp is None and rel is None else Tolerance(ulp, rel)
     with open_trace(a) as one, open_trace(b) as two:
         found = compare_traces(one, two, (str(a), str(b)), tolerance)
-    ComparisonTerminalReporter().render(found, sys.stdout or io.StringIO())
-    if json_file is not None:
-        text = io.StringIO()
-        ComparisonJsonReporter().render(found, text)
-        write_text(json_file, text.getvalue())
-        click.echo(f"Wrote {json_file}", err=True)
+    show(lambda stream: ComparisonTerminalReporter().render(found, stream), aside=json_file == STDOUT)
+    deliver(lambda stream: ComparisonJsonReporter().render(found, stream), json_file)
     return found.exit_code

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import io
-import json
-import sys
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
+
+from detaudit.commands.delivery import STDOUT, deliver, show
+from detaudit.reporters.json import write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +22,14 @@ COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 @click.command()
-@click.option("--json", "json_path", metavar="FILE", help="Write it as JSON to FILE; - is standard output.")
-def command(json_path: str | None) -> None:
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="Write it as JSON to FILE; - is standard output.",
+)
+def command(json_path: Path | None) -> None:
     """Show what this machine can audit: its GPU, versions, which kernels would run here and which not,
     settings that change numerics, and combinations known to mislead.
 
@@ -38,10 +44,9 @@ def command(json_path: str | None) -> None:
     from detaudit.machine import probe
 
     diagnosis = diagnose(probe())
-    if json_path != "-":
-        render(diagnosis, sys.stdout or io.StringIO())
-    if json_path is not None:
-        _write(json_path, _json(diagnosis))
+    if json_path != STDOUT:
+        show(lambda stream: render(diagnosis, stream))
+    deliver(lambda stream: write_json(_body(diagnosis), stream), json_path)
 
 
 def render(diagnosis: Diagnosis, stream: IO[str], width: int | None = None) -> None:
@@ -89,19 +94,9 @@ def _section(console: Console, title: str, rows: list[tuple[str, str, str]]) -> 
     console.print()
 
 
-def _json(diagnosis: Diagnosis) -> str:
+def _body(diagnosis: Diagnosis) -> dict[str, Any]:
     """With the environment that reports hold too, so that both can be compared."""
     body: dict[str, Any] = diagnosis.to_json()
     if diagnosis.machine.torch_error is None and importlib.util.find_spec("detaudit.environment"):
         body["environment"] = importlib.import_module("detaudit.environment").environment()
-    return json.dumps(body, indent=2, ensure_ascii=False) + "\n"
-
-
-def _write(path: str, text: str) -> None:
-    from detaudit.core.files import write_text
-
-    if path == "-":
-        click.echo(text, nl=False)
-    else:
-        write_text(Path(path), text)
-        click.echo(f"Wrote {path}", err=True)
+    return body

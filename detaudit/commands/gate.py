@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
-import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from detaudit.commands.delivery import STDOUT, check, deliver, show
 from detaudit.core.gating import GateResult
 from detaudit.reporters.gating import FORMATS, gate_reporter
 
@@ -25,7 +25,7 @@ Examples:
   detaudit gate run-on-the-h200.detaudit
   detaudit gate --update                           # take the bits of today as baseline
 """
-FILE = click.Path(path_type=Path, dir_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
 
 
 @click.command(epilog=EXAMPLES)
@@ -72,12 +72,12 @@ def command(
 
     outputs = {name: path for name in FORMATS if (path := files[f"{name}_file"]) is not None}
     for path in outputs.values():
-        _check_writable(path)
+        check(path)
     policy = find_policy(Path.cwd()) if policy_file is None else read_policy(policy_file)
     lock = read_lock(policy.lock_path)
     examined = subjects(targets, policy, optional=scan is not None)
     if update:
-        _check_writable(policy.lock_path)
+        check(policy.lock_path)
     with progress(len(examined), "starting") as shown:
         gate = Gate(policy, lock, update, traces, scan, shown)
         result = gate.run(examined)
@@ -88,24 +88,6 @@ def command(
     in_actions = os.environ.get("GITHUB_ACTIONS") == "true" if github is None else github
     _report(result, outputs, in_actions)
     return result.exit_code
-
-
-def _check_writable(path: Path) -> None:
-    """Before hours of audits rather than behind them; nothing is created."""
-    from detaudit.core.files import not_written
-
-    real = Path(os.path.realpath(path))
-    folder, plain = real.parent, real.is_file() or not real.exists()
-    problems = (
-        (real.is_dir(), errno.EISDIR),
-        (not folder.exists(), errno.ENOENT),
-        (not folder.is_dir(), errno.ENOTDIR),
-        (plain and not os.access(folder, os.W_OK), errno.EACCES),
-        (real.exists() and not os.access(real, os.W_OK), errno.EACCES),
-    )
-    for there, reason in problems:
-        if there:
-            raise not_written(path, OSError(reason, os.strerror(reason)))
 
 
 def _update(gate: Gate, result: GateResult, policy: Policy) -> GateResult:
@@ -125,14 +107,12 @@ def _update(gate: Gate, result: GateResult, policy: Policy) -> GateResult:
 
 
 def _report(result: GateResult, outputs: dict[str, Path], in_actions: bool) -> None:
-    from detaudit.core.files import write_text
-
-    gate_reporter("terminal").render(result, sys.stdout or io.StringIO())
+    aside = STDOUT in outputs.values()
+    show(lambda stream: gate_reporter("terminal").render(result, stream), aside=aside)
     for format_, path in outputs.items():
-        write_text(path, _text(format_, result))
-        click.echo(f"Wrote {path}", err=True)
+        deliver(partial(gate_reporter(format_).render, result), path)
     if in_actions:
-        gate_reporter("github").render(result, sys.stdout or io.StringIO())
+        show(lambda stream: gate_reporter("github").render(result, stream), aside=aside)
         summary = os.environ.get("GITHUB_STEP_SUMMARY")
         if summary:
             _append(Path(summary), _text("markdown", result))

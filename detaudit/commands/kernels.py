@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import click
 
+from detaudit.commands.delivery import STDOUT, check, deliver, show
 from detaudit.core.errors import UsageError
 from detaudit.core.records import KernelReport, kernels_json
+from detaudit.reporters.json import write_json
 
 if TYPE_CHECKING:
     from detaudit.kernels.backend import Backend, Options
@@ -26,7 +25,6 @@ DTYPES = ("nvfp4", "bf16", "fp16", "fp8")
 ROUTINGS: tuple[Routing, ...] = ("uniform", "skewed", "hot")
 DEFAULT_BACKEND = "flashinfer-cutlass"
 DEFAULT_TOKENS = "64"
-STDOUT = Path("-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,31 +104,14 @@ def command(json_path: Path | None, **options: object) -> int:
 
     request = Request(**options)  # type: ignore[arg-type]
     _check(request)
+    check(json_path)
     if request.static:
         return _static(request, json_path)
     reports = list(_reports(request))
     code = exit_code(reports)
-    render_kernels(reports, _stream(json_path))
-    _write_json(json_path, kernels_json(reports, code))
+    show(lambda stream: render_kernels(reports, stream), aside=json_path == STDOUT)
+    deliver(lambda stream: write_json(kernels_json(reports, code), stream), json_path)
     return code
-
-
-def _stream(json_path: Path | None) -> IO[str]:
-    """Where the table goes: standard output, unless the JSON goes there."""
-    return (sys.stderr if json_path == STDOUT else sys.stdout) or io.StringIO()
-
-
-def _write_json(path: Path | None, body: Mapping[str, object]) -> None:
-    if path is None:
-        return
-    text = json.dumps(body, indent=2, ensure_ascii=False) + "\n"
-    if path == STDOUT:
-        click.echo(text, nl=False)
-        return
-    from detaudit.core.files import write_text
-
-    write_text(path, text)
-    click.echo(f"Wrote {path}", err=True)
 
 
 def _static(request: Request, json_path: Path | None) -> int:
@@ -140,8 +121,8 @@ def _static(request: Request, json_path: Path | None) -> int:
 
     with progress(2 * request.limit, "compiling") as bar:
         report = static_scan(request.sm or "", request.dtype or DTYPES[0], request.limit, bar.advance)
-    render_scan(report, _stream(json_path), everything=True)
-    _write_json(json_path, report.to_json())
+    show(lambda stream: render_scan(report, stream, everything=True), aside=json_path == STDOUT)
+    deliver(lambda stream: write_json(report.to_json(), stream), json_path)
     return int(any(kernel.suspect for kernel in report.kernels if kernel.finalize != "FINALIZE"))
 
 

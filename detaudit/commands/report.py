@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import sys
 from pathlib import Path
 
 import click
@@ -36,18 +34,11 @@ def command(trace: Path, format_: str, output: Path | None, exit_code: bool) -> 
       detaudit report moe.detaudit
       detaudit report moe.detaudit --format markdown --output report.md
     """
+    from detaudit.commands.delivery import STDOUT, deliver
     from detaudit.reporters import reporter
 
     report = _load(trace)
-    if output is None:
-        reporter(format_).render(report, sys.stdout or io.StringIO())
-    else:
-        from detaudit.core.files import write_text
-
-        text = io.StringIO()
-        reporter(format_).render(report, text)
-        write_text(output, text.getvalue())
-        click.echo(f"Wrote {output}", err=True)
+    deliver(lambda stream: reporter(format_).render(report, stream), output or STDOUT)
     return report.exit_code if exit_code else 0
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,27 +75,20 @@ def command(
     Exit code: 0 no difference, 1 nondeterministic, 2 the audit could not be made, 3 inconclusive.
     """
     from detaudit.auditing import audit, default_trace
-    from detaudit.core.files import check_writable, write_text
+    from detaudit.commands.delivery import STDOUT, check, deliver, show
     from detaudit.reporters import reporter
     from detaudit.reporters.progress import progress
     from detaudit.target import resolve
 
-    to_stdout = json_file == Path("-")
-    if json_file is not None and not to_stdout:
-        check_writable(json_file)  # now, and not after hours
+    check(json_file)
     spec = resolve(target, script=script, argv=args)
     options = _options(settings)
     trace = output or default_trace(spec)
     with progress(None, "starting") as shown:
         # The commands shown should name the target and the trace as they were named here.
         report = dataclasses.replace(audit(spec, options, trace, shown), target=target, trace=str(trace))
-    reporter("terminal").render(report, sys.stderr if to_stdout else sys.stdout)
-    if to_stdout:
-        reporter("json").render(report, sys.stdout)
-    elif json_file is not None:
-        text = io.StringIO()
-        reporter("json").render(report, text)
-        write_text(json_file, text.getvalue())
+    show(lambda stream: reporter("terminal").render(report, stream), aside=json_file == STDOUT)
+    deliver(lambda stream: reporter("json").render(report, stream), json_file)
     return report.exit_code
 
 

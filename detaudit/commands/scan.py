@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import click
 
+from detaudit.commands.delivery import STDOUT, check, deliver
 from detaudit.core.errors import EXIT_INCONCLUSIVE, EXIT_NONDETERMINISTIC, TraceUnreadable, UsageError
+from detaudit.reporters.json import write_json
 
 if TYPE_CHECKING:
     from detaudit.core.scans import KernelScan, ScanReport
@@ -126,6 +126,7 @@ def command(**options: object) -> int:
     """
     request = Request(**options)  # type: ignore[arg-type]
     _check(request)
+    check(request.output)
     if request.target is not None:
         return _launched(request, request.target)
     new_against = _lock(request.against) if request.against else None
@@ -135,7 +136,7 @@ def command(**options: object) -> int:
         from detaudit.scan.suspects import new_suspects
 
         new = new_suspects(report, new_against)
-    _write(request, lambda stream: _render(request, report, new, stream))
+    deliver(lambda stream: _render(request, report, new, stream), request.output or STDOUT)
     return _code(request, report, new)
 
 
@@ -160,11 +161,14 @@ def _launched(request: Request, target: str) -> int:
     with progress(None, "preparing") as bar:
         report = launched_by(resolve(target), origins, bar, request.jobs)
     if request.format_ == "json":
-        _write(request, lambda stream: _json(report.to_json(), stream))
+        deliver(lambda stream: write_json(report.to_json(), stream), request.output or STDOUT)
     else:
         from detaudit.reporters.scan_launches import render_launches
 
-        _write(request, lambda stream: render_launches(report, stream, everything=request.everything))
+        deliver(
+            lambda stream: render_launches(report, stream, everything=request.everything),
+            request.output or STDOUT,
+        )
     found = any(module.suspects for module in report.modules)
     return EXIT_NONDETERMINISTIC if request.exit_code and found else 0
 
@@ -214,29 +218,12 @@ def _lock(path: Path) -> dict[str, object]:
     return lock
 
 
-def _write(request: Request, render: Callable[[IO[str]], None]) -> None:
-    """Render to the terminal, or to the file asked for."""
-    if request.output is None:
-        render(sys.stdout or io.StringIO())
-        return
-    from detaudit.core.files import write_text
-
-    text = io.StringIO()
-    render(text)
-    write_text(request.output, text.getvalue())
-    click.echo(f"Wrote {request.output}", err=True)
-
-
-def _json(data: Mapping[str, object], stream: IO[str]) -> None:
-    stream.write(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-
-
 def _render(request: Request, report: ScanReport, new: Sequence[KernelScan] | None, stream: IO[str]) -> None:
     if request.format_ == "json":
         data = report.to_json()
         if new is not None:
             data["new_suspects"] = [kernel.name for kernel in new]
-        _json(data, stream)
+        write_json(data, stream)
     elif request.format_ == "sarif":
         from detaudit.reporters.scan_sarif import render_sarif
 

@@ -17,6 +17,7 @@ from detaudit.compare.memory import WithoutState, judged_by_outputs, only_rememb
 from detaudit.compare.origins import Gaps
 from detaudit.core.recording import HISTORY, HOOKS_OFF, SCALAR_PREFIX, SUPERSEDED, RunColumns, TraceView
 from detaudit.core.records import Finding, Origin, Report
+from detaudit.options import command_line
 
 UNMATCHED_LISTED = 100
 NOTHING = f"{SCALAR_PREFIX}NoneType"
@@ -84,6 +85,7 @@ class _Analysis:
             environment=_mapping(meta.get("environment")),
             target=str(meta.get("target", "")),
             trace=str(meta.get("trace", "")),
+            arguments=command_line(meta),
         )
 
     def _locate(self, runs: Sequence[RunColumns]) -> Located:

@@ -198,7 +198,8 @@ class Report:
     """The answer to one audit.
 
     A verdict and its evidence are checked together: ``deterministic`` needs at least one comparison and
-    no origins, ``nondeterministic`` needs a difference.
+    no origins, ``nondeterministic`` needs a difference. ``arguments``: what follows ``detaudit run TARGET``
+    to make this audit again, but for the number of runs.
     """
 
     verdict: Verdict
@@ -217,6 +218,7 @@ class Report:
     environment: Mapping[str, Any] = field(default_factory=dict)
     target: str = ""
     trace: str = ""
+    arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.verdict not in EXIT_CODES:
@@ -262,6 +264,7 @@ class Report:
             values["rate"] = _read(Rate, values["rate"])
             for name, item in _ITEMS.items():
                 values[name] = tuple(_read(item, entry) for entry in values.get(name, ()))
+            values["arguments"] = tuple(values.get("arguments", ()))
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
             raise TraceUnreadable(f"the report is damaged ({error}); run the audit again") from error

@@ -114,7 +114,7 @@ def _origin(origin: Origin, report: Report) -> str:
     of = f" of {compared}" if origin.runs_differing <= compared else ""
     facts = [f"differs in {origin.runs_differing}{of} runs on equal inputs"]
     if origin.max_ulp is not None:
-        facts.append(f"by up to {origin.max_ulp} ULP")
+        facts.append(f"by up to {origin.max_ulp:,} ULP")
     if origin.operator:
         facts.append(f"operator {origin.operator}")
     code = " (in its own code)" if origin.part == "own-code" else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import IO
 
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from detaudit.core.comparison import SiteDifference, TraceComparison
 from detaudit.reporters.console import on_console
+from detaudit.reporters.json import write_json
 from detaudit.reporters.wording import joined, row_ranges, size_of
 
 _COLOUR = {
@@ -37,7 +37,7 @@ class ComparisonJsonReporter:
     """``TraceComparison.to_json``, indented."""
 
     def render(self, comparison: TraceComparison, stream: IO[str]) -> None:
-        stream.write(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False) + "\n")
+        write_json(comparison.to_json(), stream)
 
 
 def _print(console: Console, found: TraceComparison) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import IO, Protocol
 
 from detaudit.core.gating import GateResult
+from detaudit.reporters.json import write_json
 
 FORMATS = ("json", "junit", "sarif", "markdown")
 
@@ -20,7 +20,7 @@ class GateJsonReporter:
     """``GateResult.to_json``, indented."""
 
     def render(self, result: GateResult, stream: IO[str]) -> None:
-        stream.write(json.dumps(result.to_json(), indent=2, ensure_ascii=False) + "\n")
+        write_json(result.to_json(), stream)
 
 
 def gate_reporter(format_: str) -> GateReporter:

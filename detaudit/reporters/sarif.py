@@ -6,12 +6,12 @@ An error of an audit is a notification of the tool, since it says nothing about 
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import IO, Any
 from urllib.parse import quote
 
 from detaudit import __version__
 from detaudit.core.gating import Check, CheckName, GateResult, TargetResult
+from detaudit.reporters.json import write_json
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 RULES: dict[CheckName, tuple[str, str]] = {
@@ -31,7 +31,7 @@ _LEVEL = {"failed": "error", "error": "error", "inconclusive": "warning"}
 class SarifReporter:
     def render(self, result: GateResult, stream: IO[str]) -> None:
         log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [_run(result)]}
-        stream.write(json.dumps(log, indent=2, ensure_ascii=False) + "\n")
+        write_json(log, stream)
 
 
 def _run(result: GateResult) -> dict[str, Any]:

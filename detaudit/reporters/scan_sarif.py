@@ -7,7 +7,6 @@ lines to point at, so a result is located by its file and by the kernel's name.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +14,7 @@ from urllib.parse import quote
 
 from detaudit import __version__
 from detaudit.core.scans import KernelScan, Meaning, ScanReport
+from detaudit.reporters.json import write_json
 from detaudit.reporters.scan_wording import CAVEAT, EXPLAINED, atomics_text
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -27,7 +27,7 @@ RULES: Mapping[Meaning, tuple[str, str, str]] = {
 
 
 def render_sarif(report: ScanReport, stream: IO[str]) -> None:
-    stream.write(json.dumps(to_sarif(report), indent=2, ensure_ascii=False) + "\n")
+    write_json(to_sarif(report), stream)
 
 
 def to_sarif(report: ScanReport) -> dict[str, Any]:

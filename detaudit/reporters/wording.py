@@ -249,14 +249,15 @@ def _number(value: float | None, spec: str) -> str:
 def next_commands(report: Report) -> list[str]:
     """What to type next, given what was found."""
     target, trace = shlex.quote(report.target or "TARGET"), shlex.quote(report.trace or "TRACE")
+    arguments = "".join(f" {shlex.quote(word)}" for word in report.arguments)
     if report.verdict == "nondeterministic":
         captured = bool(report.kernels) or any(origin.operator for origin in report.origins)
         repro = [f"detaudit repro {trace}"] if captured else []
         return [*repro, f"detaudit report {trace} --format markdown --output report.md"]
     if report.verdict == "deterministic":
         more = max(300, 10 * report.runs)
-        return [f"detaudit run {target} --runs {more}"]
-    return [f"detaudit run {target}", "detaudit doctor"]
+        return [f"detaudit run {target} --runs {more}{arguments}"]
+    return [f"detaudit run {target}{arguments}", "detaudit doctor"]
 
 
 def joined(items: Iterable[str], limit: int = 12) -> str:

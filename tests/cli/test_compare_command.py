@@ -31,6 +31,10 @@ def test_the_same_bits_on_a_machine_with_other_settings(repository: Repository) 
     assert "variables.TRITON_INTERPRET: absent -> 1" in done.stdout
     found = json.loads((repository.folder / "c.json").read_text())
     assert (found["format"], found["version"], found["outcome"]) == ("detaudit-comparison", 1, "equal")
+    piped = repository.detaudit("compare", "a.detaudit", "b.detaudit", "--json", "-")
+    assert json.loads(piped.stdout) == found
+    assert piped.stderr.startswith("equal  (exit code 0)\nthe same bits in 4 calls")
+    assert not (repository.folder / "-").exists()
 
 
 def test_the_module_that_was_changed(repository: Repository) -> None:

@@ -78,6 +78,10 @@ def test_no_difference_is_a_bound_with_its_number_of_comparisons() -> None:
 def test_next_command_quotes_what_a_shell_would_split() -> None:
     report = Report("deterministic", 2, 0, 1, 1.0, Rate(0.0, 0.0, 0.95, 1), target="my model.py")
     assert wording.next_commands(report) == ["detaudit run 'my model.py' --runs 300"]
+    again = dataclasses.replace(report, arguments=("--exclude", "layers.*", "--", "--steps", "3"))
+    assert wording.next_commands(again) == [
+        "detaudit run 'my model.py' --runs 300 --exclude 'layers.*' -- --steps 3"
+    ]
 
 
 def test_a_repro_is_offered_where_a_call_can_have_been_captured() -> None:
