@@ -5,6 +5,7 @@ docs/how-it-works.md tells the order of events and why it is this one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -57,7 +58,12 @@ def audit(
         "options": dataclasses.asdict(options),
     }
     shown = progress or Silent()
-    with _nothing_without_a_run(trace), TraceWriter.create(trace, meta) as writer:
+    trace = Path(os.path.abspath(trace))  # the target may change the folder
+    with (
+        contextlib.chdir(os.curdir),
+        _nothing_without_a_run(trace),
+        TraceWriter.create(trace, meta) as writer,
+    ):
         running: _Audit
         running = (
             ScriptAudit(spec, options, writer, shown)

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import os
 import select
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -107,7 +108,16 @@ def group() -> None:
 def main() -> NoReturn:
     """Entry point of the ``detaudit`` program."""
     _prepare_streams()
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run(sys.argv[1:]))
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as when a CI job is cancelled: ends like Ctrl-C, so that nothing is left behind."""
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise _Terminated
 
 
 def run(argv: Sequence[str]) -> int:
@@ -142,7 +152,7 @@ def _explain(error: BaseException, settings: Settings) -> int:
         return errors.EXIT_CLOSED_PIPE
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         _say("interrupted")
-        return errors.EXIT_INTERRUPTED
+        return errors.EXIT_TERMINATED if isinstance(error, _Terminated) else errors.EXIT_INTERRUPTED
     if settings.traceback:
         _write("".join(traceback.format_exception(error)))
     known = error if isinstance(error, DetauditError) else _as_known(error)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from detaudit.core.digest import Digester, make_digester
+from detaudit.core.errors import TargetInvalid
 from detaudit.core.recording import HOOKS_OFF, IN_PROCESS, Record, Run
 from detaudit.hooks import generators
 from detaudit.hooks.capture import CapturedCall
@@ -24,7 +25,7 @@ from detaudit.hooks.parameters import gradient_record, parameter_record
 from detaudit.hooks.recorder import Recorder
 from detaudit.hooks.snapshot import Gradients, Snapshot
 from detaudit.options import Options
-from detaudit.target import LoadedTarget, check_inputs, check_model, import_context, target_errors
+from detaudit.target import LoadedTarget, TargetSpec, check_inputs, check_model, import_context, target_errors
 
 Unobserved = tuple[tuple[str, str, str], ...]
 
@@ -84,6 +85,8 @@ class Session:
             self.model = self.target.build()
         check_model(self.target, self.model)
         self.modules = tuple(module for _, module in held_modules(self.model))
+        for module in self.modules:
+            _check_hashable(spec, module)
         # A graph captured just now holds digests of the digester that was made for it.
         self.digester: Digester = self.graphs.digester or make_digester(_device_of(self.modules))
         self.graphs.digester = self.digester
@@ -212,6 +215,15 @@ class Session:
         return pending
 
 
+def _check_hashable(spec: TargetSpec, root: nn.Module) -> None:
+    for path, module in named_modules(root):
+        if type(module).__hash__ is None:
+            raise TargetInvalid(
+                f"{spec.path}: {path or 'the model'} ({type(module).__name__}) has no hash, without which "
+                "torch cannot walk through a model; if it is a dataclass, declare it with eq=False"
+            )
+
+
 def settle(digester: Digester, pending: Mapping[str, PendingRecord]) -> tuple[dict[str, Record], Unobserved]:
     """Finish the digests; records by name (an empty one only for ``final``), and what could not be seen."""
     digester.finish()
@@ -221,7 +233,9 @@ def settle(digester: Digester, pending: Mapping[str, PendingRecord]) -> tuple[di
         record, missing = item.resolve()
         if record or name == "final":
             records[name] = record
-        unobserved += [("", site, reason) for site, reason in missing]
+        # The final output has a name of its own: the root's "out" is that of the root's call.
+        sites = (site.replace("out", name, 1) if name == "final" else site for site, _ in missing)
+        unobserved += [("", site, reason) for site, (_, reason) in zip(sites, missing, strict=True)]
     return records, tuple(unobserved)
 
 

@@ -26,7 +26,7 @@ import torch
 import torch._dynamo.eval_frame
 import torch.jit._recursive
 from torch import nn
-from torch.fx import _symbolic_trace
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from detaudit.core.errors import UsageError
 
@@ -209,7 +209,7 @@ def is_symbolic() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
-        or _symbolic_trace._is_fx_tracing_flag
+        or is_fx_symbolic_tracing()
         or (torch._C._len_torch_dispatch_stack() > 0 and _fake_or_proxy())
     )
 

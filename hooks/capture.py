@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from detaudit.hooks.copies import Storages
 from detaudit.hooks.inputs import InputCopies
 from detaudit.hooks.reach import reachable
 
@@ -76,12 +77,4 @@ def copy_of(value: Any) -> Any:
 
 def bytes_held(value: object) -> int:
     """Bytes that a copy of the tensors reachable in ``value`` takes: whole storages, each counted once."""
-    storages: dict[int, int] = {}
-    for _, item in reachable("value", value):
-        if isinstance(item, Tensor):
-            try:
-                storage = item.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-            except (RuntimeError, NotImplementedError):  # wrapper subclasses: counted by their shape
-                storages[id(item)] = item.nbytes
-    return sum(storages.values())
+    return Storages.bytes_needed(item for _, item in reachable("value", value) if isinstance(item, Tensor))

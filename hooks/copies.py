@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from detaudit.core.digest import unseen
+from detaudit.core.digest import NotObservable, parts, unseen
 
 
 class Storages:
@@ -35,8 +35,15 @@ class Storages:
                 storage = tensor.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
             else:
-                sizes[id(tensor)] = tensor.nbytes if tensor.layout is torch.strided else 0
+                sizes[id(tensor)] = _bytes_of_parts(tensor)
         return sum(sizes.values())
+
+
+def _bytes_of_parts(tensor: Tensor) -> int:
+    try:
+        return sum(part.numel() * part.element_size() for _, part in parts(tensor))
+    except NotObservable:
+        return 0
 
 
 def copy_tensor(tensor: Tensor, storages: Storages) -> Tensor:

@@ -233,6 +233,8 @@ def held_modules(model: object) -> list[tuple[str, nn.Module]]:
     """(path, module) of the outermost modules a callable holds: itself, its owner, or in its attributes."""
     while isinstance(model, functools.partial):
         model = model.func
+    if isinstance(model, nn.Module):
+        return [("", model)]
     model = getattr(model, "__self__", None) or model
     if isinstance(model, nn.Module):
         return [("", model)]

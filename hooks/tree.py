@@ -91,13 +91,22 @@ def _children(value: object, look_ahead: int) -> Iterable[tuple[str, object]] | 
 def _beside(value: object, found: Mapping[str, object], look_ahead: int) -> list[tuple[str, object]]:
     """Attributes with tensors that a subclass of a container has beside its elements."""
     own = "data" if isinstance(value, UserDict) else None
-    held = ((f".{name}", item) for name, item in _dict_of(value).items() if name != own)
-    return [entry for entry in held if entry[0] not in found and _leads_to_tensor(entry[1], look_ahead)]
+    beside: list[tuple[str, object]] = []
+    for name, item in _dict_of(value).items():
+        site = f".{name}"
+        if name == own or found.get(site) is item or not _leads_to_tensor(item, look_ahead):
+            continue
+        beside.append((f".__dict__{site}" if site in found else site, item))
+    return beside
 
 
 def _entries(mapping: Mapping[object, object]) -> list[tuple[str, object]]:
     items = dict.items(mapping) if isinstance(mapping, dict) else mapping.items()
-    return [(_key(key, i), item) for i, (key, item) in enumerate(items)]
+    entries = {}
+    for position, (key, item) in enumerate(items):
+        site = _key(key, position)
+        entries[f"[#{position}]" if site in entries else site] = item  # two NaNs, for one
+    return list(entries.items())
 
 
 def _key(key: object, position: int) -> str:

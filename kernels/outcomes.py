@@ -12,12 +12,13 @@ from math import ceil
 
 from detaudit.core.errors import EXIT_INCONCLUSIVE, EXIT_NONDETERMINISTIC, EXIT_STABLE
 from detaudit.core.records import KernelReport, Outcome, VariantResult
+from detaudit.core.stats import CONFIDENCE, fisher_exact
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """``reason``: one sentence. ``control``: the variant that decided. ``stable``: candidates that did not
-    differ while the control did, hence what a recommendation may choose from."""
+    differ while the control did so often that it is no chance: what a recommendation may choose from."""
 
     outcome: Outcome
     reason: str
@@ -85,8 +86,19 @@ def _with_difference(
             "tune and capture again, or rule the fused kernel out as recommended"
         )
         return Decision("vacuous-control", reason, control.name, stable)
+    told = tuple(candidate for candidate in stable if _tells_apart(control, candidate))
+    if not told:
+        chance = f"{stable[0].name} in 0 of {stable[0].runs} can be chance; use more runs"
+        return Decision("vacuous-control", f"{seen}, and that {chance}", control.name)
+    stable = told
     names = " and ".join(f"{c.name} in 0 of {c.runs} ({_bound(c)})" for c in stable)
     return Decision("confirmed", f"{seen}, {names}", control.name, stable)
+
+
+def _tells_apart(control: VariantResult, candidate: VariantResult) -> bool:
+    """Whether a candidate as unstable as the control would have shown it, by Fisher's exact test at 5%."""
+    same = control.runs - control.runs_differing
+    return fisher_exact(control.runs_differing, same, 0, candidate.runs) <= 1 - CONFIDENCE
 
 
 def _bound(result: VariantResult) -> str:

@@ -7,9 +7,11 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-OURS = ("/hooks/", "/detaudit/")
+ROOT = Path(__file__).parents[1]
+OURS = tuple(f"{ROOT / folder}/" for folder in ("detaudit", "hooks", "kernels"))
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def wrapped_methods() -> Iterator[str]:
 def _is_wrapper(method: object) -> bool:
     if not inspect.isfunction(method) or not hasattr(method, "__wrapped__"):
         return False
-    return any(part in method.__code__.co_filename for part in OURS)
+    return method.__code__.co_filename.startswith(OURS)
 
 
 class GlobalState:

@@ -48,7 +48,7 @@ def command(a: Path, b: Path, ulp: int | None, rel: float | None, json_file: Pat
     from detaudit.reporters.comparison import ComparisonJsonReporter, ComparisonTerminalReporter
     from detaudit.trace import open_trace
 
-    check(json_file)
+    check(json_file, a, b)
     tolerance = None if ulp is None and rel is None else Tolerance(ulp, rel)
     with open_trace(a) as one, open_trace(b) as two:
         found = compare_traces(one, two, (str(a), str(b)), tolerance)

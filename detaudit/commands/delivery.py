@@ -2,29 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 import click
+
+from detaudit.core.errors import UsageError
 
 STDOUT = Path("-")
 
 Render = Callable[[IO[str]], None]
 
 
-def check(path: Path | None) -> None:
-    """Find out before long work that a file cannot be written; see ``check_writable``.
+def check(path: Path | None, *others: Path | None) -> None:
+    """Find out before long work that a file cannot be written, or should not be.
+
+    Args:
+        others: what the command reads or writes besides.
 
     Raises:
-        TraceNotWritten: as far as that shows.
+        TraceNotWritten: it cannot be written, as far as that shows.
+        UsageError: it is one of the others.
     """
-    if path is not None and path != STDOUT:
-        from detaudit.core.files import check_writable
+    if path is None or path == STDOUT:
+        return
+    from detaudit.core.files import check_writable
 
-        check_writable(path)
+    check_writable(path)
+    for other in others:
+        if other is not None and os.path.realpath(path) == os.path.realpath(other):
+            raise UsageError(f"{path} would be written over: it is read or written for something else too")
+
+
+@contextlib.contextmanager
+def reserved(path: Path | None) -> Iterator[None]:
+    """Inside, standard output is standard error for everybody, C code and other processes too, if ``path``
+    is ``-``: it belongs to what is delivered afterwards."""
+    try:
+        descriptor = sys.stdout.fileno() if path == STDOUT else None
+    except (AttributeError, OSError, ValueError):  # none, or none of the operating system's
+        descriptor = None
+    if descriptor is None:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(descriptor)
+    os.dup2(2, descriptor)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, descriptor)
+        os.close(kept)
 
 
 def show(render: Render, *, aside: bool = False) -> None:

@@ -71,9 +71,10 @@ def command(
     from detaudit.reporters.progress import progress
 
     outputs = {name: path for name in FORMATS if (path := files[f"{name}_file"]) is not None}
-    for path in outputs.values():
-        check(path)
     policy = find_policy(Path.cwd()) if policy_file is None else read_policy(policy_file)
+    read = (policy.source, policy.lock_path, scan, *map(Path, targets))
+    for number, path in enumerate(outputs.values()):
+        check(path, *read, *list(outputs.values())[:number])
     lock = read_lock(policy.lock_path)
     examined = subjects(targets, policy, optional=scan is not None)
     if update:

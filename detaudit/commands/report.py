@@ -34,9 +34,10 @@ def command(trace: Path, format_: str, output: Path | None, exit_code: bool) -> 
       detaudit report moe.detaudit
       detaudit report moe.detaudit --format markdown --output report.md
     """
-    from detaudit.commands.delivery import STDOUT, deliver
+    from detaudit.commands.delivery import STDOUT, check, deliver
     from detaudit.reporters import reporter
 
+    check(output, trace)
     report = _load(trace)
     deliver(lambda stream: reporter(format_).render(report, stream), output or STDOUT)
     return report.exit_code if exit_code else 0

@@ -75,16 +75,16 @@ def command(
     Exit code: 0 no difference, 1 nondeterministic, 2 the audit could not be made, 3 inconclusive.
     """
     from detaudit.auditing import audit, default_trace
-    from detaudit.commands.delivery import STDOUT, check, deliver, show
+    from detaudit.commands.delivery import STDOUT, check, deliver, reserved, show
     from detaudit.reporters import reporter
     from detaudit.reporters.progress import progress
     from detaudit.target import resolve
 
-    check(json_file)
     spec = resolve(target, script=script, argv=args)
     options = _options(settings)
     trace = output or default_trace(spec)
-    with progress(None, "starting") as shown:
+    check(json_file, spec.path, trace)
+    with reserved(json_file), progress(None, "starting") as shown:
         # The commands shown should name the target and the trace as they were named here.
         report = dataclasses.replace(audit(spec, options, trace, shown), target=target, trace=str(trace))
     show(lambda stream: reporter("terminal").render(report, stream), aside=json_file == STDOUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,13 @@ from typing import IO, TYPE_CHECKING
 import click
 
 from detaudit.commands.delivery import STDOUT, check, deliver
-from detaudit.core.errors import EXIT_INCONCLUSIVE, EXIT_NONDETERMINISTIC, TraceUnreadable, UsageError
+from detaudit.core.errors import (
+    EXIT_INCONCLUSIVE,
+    EXIT_NONDETERMINISTIC,
+    TraceUnreadable,
+    TraceVersion,
+    UsageError,
+)
 from detaudit.reporters.json import write_json
 
 if TYPE_CHECKING:
@@ -126,7 +133,7 @@ def command(**options: object) -> int:
     """
     request = Request(**options)  # type: ignore[arg-type]
     _check(request)
-    check(request.output)
+    check(request.output, *request.paths, request.against, request.audit)
     if request.target is not None:
         return _launched(request, request.target)
     new_against = _lock(request.against) if request.against else None
@@ -135,12 +142,18 @@ def command(**options: object) -> int:
     if new_against is not None:
         from detaudit.scan.suspects import new_suspects
 
-        new = new_suspects(report, new_against)
+        try:
+            new = new_suspects(report, new_against)
+        except (TraceUnreadable, TraceVersion) as error:
+            raise type(error)(f"{request.against}: {error}") from error
     deliver(lambda stream: _render(request, report, new, stream), request.output or STDOUT)
     return _code(request, report, new)
 
 
 def _check(request: Request) -> None:
+    for arch in request.archs:
+        if not re.fullmatch(r"(sm_)?\d+[af]?", arch):
+            raise UsageError(f"--sm {arch!r} is no architecture; give a number such as 90 or 120a")
     if request.target is not None:
         if request.paths or request.packages or request.against or request.format_ == "sarif":
             raise UsageError(

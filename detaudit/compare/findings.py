@@ -143,14 +143,19 @@ def mutates_input(view: TraceView, located: Located) -> Iterator[Finding]:
 def unobserved_output(view: TraceView, located: Located) -> Finding | None:
     """Parts of the final output that could not be digested."""
     aligned = located.aligned
-    outermost = {
-        view.modules[m].path for m, parent in zip(aligned.module, aligned.parent, strict=True) if parent < 0
-    }
+    outermost: set[str] = set()
+    if view.meta.get("mode") == "script":  # whose final outputs are those of its outermost calls
+        outermost = {
+            view.modules[m].path
+            for m, parent in zip(aligned.module, aligned.parent, strict=True)
+            if parent < 0
+        }
     missing = dict.fromkeys(
         f"{site} ({reason})"
         for run in located.runs
         for path, site, reason in run.unobserved
-        if (path in outermost or not path) and (site == "out" or site.startswith(("out.", "out[", "final")))
+        if (path in outermost and (site == "out" or site.startswith(("out.", "out["))))
+        or (not path and (site == "final" or site.startswith(("final.", "final["))))
     )
     if not missing:
         return None

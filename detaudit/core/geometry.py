@@ -47,6 +47,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "float32": 4,
     "float64": 8,
     "complex32": 4,
+    "bcomplex32": 4,
     "complex64": 8,
     "complex128": 16,
     "bits1x8": 1,

@@ -122,7 +122,7 @@ def _ending_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
 
     def end(number: int, _frame: object) -> None:
         _signal(process, signal.SIGKILL)
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, before)
         os.kill(os.getpid(), number)
 
     before = signal.signal(signal.SIGTERM, end)

@@ -23,6 +23,8 @@ _FATBIN_HEADER: Final = struct.Struct("<4sHHQ")
 _FATBIN_ENTRY: Final = struct.Struct("<HHIQ8xHHI32x")
 _PTX: Final = 1
 _ELF_HEADER: Final = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION_BYTES: Final = 64
+"""Of a section's entry in the table."""
 _ARCHIVE_MAGIC: Final = b"!<arch>\n"
 _CHUNK: Final = 1 << 20
 
@@ -159,7 +161,7 @@ def _cubin_size(data: mmap.mmap, offset: int) -> int:
     fields = _ELF_HEADER.unpack_from(data, offset)
     machine, program_at, section_at = fields[2], fields[5], fields[6]
     program_size, programs, section_size, sections = fields[9:13]
-    if machine != EM_CUDA or not sections:
+    if machine != EM_CUDA or not sections or section_size < _SECTION_BYTES:
         return 0
     end: int = max(section_at + section_size * sections, program_at + program_size * programs)
     if offset + end > len(data):

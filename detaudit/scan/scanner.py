@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from detaudit.core.scans import MEANINGS, FileScan, KernelScan, ScanReport
 from detaudit.scan.cache import Cache
@@ -60,6 +62,9 @@ class Settings:
     def wants(self, arch: str) -> bool:
         number = arch.removeprefix("sm_")
         return not self.archs or number in self.archs or number.rstrip("af") in self.archs
+
+
+_TEMPORARY: Final = re.compile(r"'?/\S*/detaudit-scan-\S*?'?(?=\s|$)")
 
 
 def _number(arch: str) -> int:
@@ -135,7 +140,7 @@ class _Worker:
                 return _Result(cached)
             found = tuple(self._functions(image))
         except NotDisassembled as error:
-            return _Result((), str(error))
+            return _Result((), _TEMPORARY.sub("the image", str(error)))
         except OSError as error:
             return _Result((), f"cannot be scanned: {error.strerror or error}")
         self._cache.put(key, found)

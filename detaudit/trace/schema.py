@@ -5,6 +5,7 @@ Version history (``PRAGMA user_version``): 1, first version.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import stat
 import zlib
@@ -121,8 +122,9 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _main_file(connection: sqlite3.Connection, path: Path) -> Path:
-    opened = connection.execute("PRAGMA database_list").fetchone()[2]
-    return Path(opened) if opened else path
+    # As bytes: a path need not be UTF-8.
+    (opened,) = connection.execute("SELECT CAST(file AS BLOB) FROM pragma_database_list LIMIT 1").fetchone()
+    return Path(os.fsdecode(opened)) if opened else path
 
 
 @contextmanager

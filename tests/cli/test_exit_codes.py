@@ -199,7 +199,8 @@ def test_closed_stdout_gives_its_descriptor_to_nobody(tmp_path: Path) -> None:
     assert done.returncode > 2
 
 
-def test_ctrl_c_in_a_real_process_is_130() -> None:
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_real_process(number: int, expected: int) -> None:
     code = (
         "import sys, time, click; from detaudit import cli\n"
         "def work(): print('ready', flush=True); time.sleep(60)\n"
@@ -211,9 +212,9 @@ def test_ctrl_c_in_a_real_process_is_130() -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, "detaudit: interrupted\n")
+    assert (process.returncode, err) == (expected, "detaudit: interrupted\n")
 
 
 def test_ascii_terminal_can_show_everything() -> None:

@@ -269,10 +269,10 @@ def test_a_target_that_takes_its_process_down_takes_nothing_else(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [(signal.SIGINT, 130, "detaudit: interrupted\n"), (signal.SIGTERM, -signal.SIGTERM, "")],
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
 )
-def test_ending_the_gate_ends_the_audit_too(number: int, code: int, words: str, tmp_path: Path) -> None:
+def test_ending_the_gate_ends_the_audit_too(number: int, code: int, tmp_path: Path) -> None:
     repository = Repository(tmp_path, policy="[tool.detaudit]\nruns = 2\n")
     pid = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
     repository.edit("head.py", "return torch.ones(2, 8)", pid)
@@ -281,7 +281,7 @@ def test_ending_the_gate_ends_the_audit_too(number: int, code: int, words: str, 
         time.sleep(0.05)
     process.send_signal(number)
     _, error = process.communicate(timeout=30)
-    assert (process.returncode, error) == (code, words)
+    assert (process.returncode, error) == (code, "detaudit: interrupted\n")
     assert ended(int((tmp_path / "pid").read_text()))
     assert not (tmp_path / "gate.xml").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -249,7 +250,7 @@ def test_the_next_command_works_where_this_one_was_typed(tmp_path: Path) -> None
     (tmp_path / "some targets").mkdir()
     name = "some targets/" + target(tmp_path / "some targets", STABLE) + ":build_model"
     done = detaudit("run", name, "--runs", "2", "--no-observer", cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == f"  detaudit run '{name}' --runs 300"
+    assert done.stdout.splitlines()[-1] == f"  detaudit run '{name}' --runs 300 --no-observer"
 
 
 def test_the_report_as_json_on_standard_output(tmp_path: Path) -> None:
@@ -262,6 +263,62 @@ def test_the_report_as_json_on_standard_output(tmp_path: Path) -> None:
     assert (report["verdict"], report["trace"]) == ("deterministic", "out/t.detaudit")
     assert "deterministic" in done.stderr
     assert not (tmp_path / "-").exists()
+
+
+def test_what_c_code_and_other_processes_print_does_not_get_into_the_json(tmp_path: Path) -> None:
+    action = "os.write(1, b'RAW'); os.system('echo RAW')"
+    name = target(tmp_path, COUNTING.format(run=1, action=action))
+    done = detaudit("run", name, "--runs", "2", "--output", "t.detaudit", "--json", "-", cwd=tmp_path)
+    assert json.loads(done.stdout)["verdict"] == "deterministic"
+    assert done.stderr.count("RAW") == 2
+
+
+@pytest.mark.parametrize("name", ["t.detaudit", "model.py", "./model.py"])
+def test_a_report_does_not_replace_the_trace_or_the_target(tmp_path: Path, name: str) -> None:
+    target(tmp_path, STABLE)
+    done = detaudit("run", "model.py", "--output", "t.detaudit", "--json", name, cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "model.py").read_text()) == (2, STABLE)
+    assert f"{Path(name)} would be written over" in one_line(done)
+
+
+def test_a_target_may_change_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    name = target(tmp_path, COUNTING.format(run=1, action="os.chdir('elsewhere')"))
+    arguments = ("--runs", "3", "--no-observer", "--output", "t.detaudit", "--json", "r.json")
+    done = detaudit("run", name, *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["runs"] == 3
+    assert runs_in(tmp_path / "t.detaudit") == 3
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8 there")
+@pytest.mark.parametrize("variables", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path, variables: dict[str, str]) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    name = target(folder, STABLE)
+    environment = {**os.environ, **variables}
+    done = detaudit("run", name, "--runs", "2", "--output", "t.detaudit", cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_that_differs_by_a_sparse_tensor(tmp_path: Path) -> None:
+    source = COUNTING.format(run=2, action="return torch.ones(3).to_sparse()")
+    name = target(tmp_path, source.replace("return x + 1", "return x.to_sparse()"))
+    done = detaudit("run", name, "--no-observer", "--output", "t.detaudit", cwd=tmp_path)
+    assert done.returncode in (0, 1), done.stderr
+
+
+def test_modules_without_a_hash_are_refused_in_one_line(tmp_path: Path) -> None:
+    model = (
+        "import dataclasses\n@dataclasses.dataclass\nclass M(nn.Module):\n"
+        "    def __post_init__(self): super().__init__()\n"
+    )
+    source = STABLE.replace("def build_model", f"{model}def build_model")
+    name = target(tmp_path, source.replace("nn.Linear(8, 4)", "M()"))
+    done = detaudit("run", name, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "the model (M) has no hash" in one_line(done)
 
 
 def test_a_report_that_cannot_be_written_is_told_before_the_runs(tmp_path: Path) -> None:

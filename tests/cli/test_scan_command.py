@@ -92,6 +92,9 @@ def test_the_cache_may_be_left_alone(tmp_path: Path) -> None:
         (["--package", "no_such_package"], "no package 'no_such_package' is installed"),
         ([str(BARE), "--against", "missing.json"], "cannot read missing.json"),
         ([str(BARE), "--against", str(BARE)], "is not JSON"),
+        ([str(BARE), "--output", str(BARE)], "would be written over"),
+        ([str(BARE), "--sm", "abc"], "--sm 'abc' is no architecture"),
+        ([str(BARE), "--sm", "9.0"], "--sm '9.0' is no architecture"),
         ([str(BARE), "--audit", "x.detaudit"], "--audit goes with --run"),
         ([str(BARE), "--run", "model.py"], "--run scans what the target loads"),
         (["--run", "missing.py"], "missing.py"),
@@ -112,7 +115,7 @@ def test_a_lock_of_another_kind_is_refused(tmp_path: Path, capsys: Captured) -> 
     for text in ("[]", "{}", '{"format": "detaudit-scan", "version": 9}'):
         (tmp_path / "lock.json").write_text(text)
         assert cli.run(["scan", str(BARE), "--against", str(tmp_path / "lock.json")]) == 2
-    capsys.readouterr()
+        assert str(tmp_path / "lock.json") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

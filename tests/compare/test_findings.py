@@ -114,16 +114,18 @@ def test_training_that_ends_with_other_parameters_is_nondeterministic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("mode", "entry", "told"),
     [
-        (("", "out[1]", "an open file"), True),
-        (("m", "out", "a handle"), True),
-        (("m.f", "out", "a handle"), False),
-        (("m", "args[0]", "a handle"), False),
+        ("function", ("", "final[1]", "an open file"), True),
+        ("function", ("m", "out", "a handle"), False),
+        ("script", ("m", "out", "a handle"), True),
+        ("script", ("m.f", "out", "a handle"), False),
+        ("script", ("m", "args[0]", "a handle"), False),
     ],
 )
-def test_unobserved_parts_of_the_final_output(entry: tuple[str, str, str], told: bool) -> None:
+def test_unobserved_parts_of_the_final_output(mode: str, entry: tuple[str, str, str], told: bool) -> None:
     trace = MemoryTrace()
+    trace.meta["mode"] = mode
     for _ in range(2):
         trace.add([node("m", "x", "y", node("m.f", "x", "y"))], inputs="x", final="y", unobserved=[entry])
     report = analyze(trace)

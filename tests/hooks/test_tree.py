@@ -243,3 +243,20 @@ def test_attributes_beside_the_items_of_a_dict() -> None:
 def test_a_search_for_tensors_ends_in_a_wide_object() -> None:
     wide = Holder([Holder(number) for number in range(100_000)])
     assert list(leaves(wide)) == ["x"]
+
+
+def test_keys_that_read_alike_keep_their_values_apart() -> None:
+    one, other = torch.zeros(1), torch.ones(1)
+    leaves = dict(flatten({float("nan"): one, -float("nan"): other}, "out"))
+    assert leaves == {"out[nan]": one, "out[#1]": other}
+
+
+def test_an_attribute_that_hides_behind_a_key_is_seen() -> None:
+    class Output(dict[str, Tensor]):
+        pass
+
+    output = Output(logits=torch.zeros(1))
+    output.logits = torch.ones(1)  # type: ignore[attr-defined]
+    assert [site for site, _ in flatten(output, "out")] == ["out.logits", "out.__dict__.logits"]
+    output.logits = output["logits"]  # type: ignore[attr-defined]
+    assert [site for site, _ in flatten(output, "out")] == ["out.logits"]

@@ -137,3 +137,10 @@ def test_a_symbol_counts_only_where_the_host_spells_it_out(tmp_path: Path) -> No
     assert not spells_out(path, images(path), [FATBIN_MAGIC])
     path.write_bytes(b"")
     assert not spells_out(path, [], [b""])
+
+
+def test_a_cubin_whose_sections_are_too_small_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "odd.cubin"
+    head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01", 2, EM_CUDA, 1, 0, 0, 60, 0, 64, 0, 0, 0, 3, 0)
+    path.write_bytes(head + b"xxx")
+    assert images(path) == []
