@@ -78,7 +78,8 @@ def confirm_with(
 ) -> KernelReport:
     """Rerun one case on one backend, which may have been asked for by name; ``None`` if none takes it."""
     if backend is None:
-        return _unsupported(case, "none", f"no backend of this detaudit runs {case.entry}")
+        hint = "; 'detaudit repro' repeats a captured operator" if case.entry.startswith("torch.ops:") else ""
+        return _unsupported(case, "none", f"no backend of this detaudit runs {case.entry}{hint}")
     availability = backend.availability(case)
     if isinstance(availability, Unavailable):
         return _unsupported(case, backend.name, availability.sentence)

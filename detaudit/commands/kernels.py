@@ -171,7 +171,8 @@ def _synthetic(request: Request, progress: Progress) -> Iterator[KernelReport]:
         progress(f"making {wanted.name}", 0, 0)
         case = backend.synthetic(wanted)
         if isinstance(case, Unavailable):
-            yield unsupported_report(wanted.name, None, backend.name, case.sentence)
+            hint = "" if request.backend else "; --backend reference runs the shape in plain torch, anywhere"
+            yield unsupported_report(wanted.name, None, backend.name, f"{case.sentence}{hint}")
         else:
             yield confirm_with(backend, case, runs=request.runs, options=options, progress=progress)
 

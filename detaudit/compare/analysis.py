@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -73,7 +73,7 @@ class _Analysis:
             verdict=decision,
             runs=len(self.main),
             runs_differing=self.figures.runs_differing,
-            distinct_outputs=self.figures.distinct_outputs,
+            distinct_outputs=self.figures.distinct_outputs if self._final_observed() else 0,
             modal_share=self.figures.modal_share,
             rate=self.figures.rate,
             origins=origins,
@@ -141,7 +141,8 @@ class _Analysis:
             yield findings.first_run_differs(self.figures.keys, origins)
             yield self._producer(differs, origins)
             yield self.observer.finding()
-            yield findings.masked(self.main_differs, (*self.observer.on, *self.observer.off))
+            if self._final_observed():
+                yield findings.masked(self.main_differs, (*self.observer.on, *self.observer.off))
             yield from findings.value_equal(origins)
         yield from findings.stateful(view, self.main)
         yield from findings.mutates_input(view, located)
@@ -162,11 +163,15 @@ class _Analysis:
 
     def _observed(self) -> bool:
         """Whether any output was seen, of a call or the final one; a call that returns None shows nothing."""
-        finals = (run.records[FINAL] for run in self.main if FINAL in run.records)
-        outputs = chain(finals, *self.located.aligned.out)
+        return self._final_observed() or self._tells(chain.from_iterable(self.located.aligned.out))
+
+    def _final_observed(self) -> bool:
+        return self._tells(run.records[FINAL] for run in self.main if FINAL in run.records)
+
+    def _tells(self, records: Iterable[int]) -> bool:
         return any(
             self.view.value(value).dtype != NOTHING
-            for record in outputs
+            for record in records
             if record != ABSENT
             for _, value in self.view.record(record)
         )
@@ -176,7 +181,11 @@ class _Analysis:
             return "the inputs differ between runs"
         if len(self.main) < 2:
             return f"nothing was compared: {len(self.main)} run" + "s" * (len(self.main) != 1)
-        return "nothing was observed: no output of a call and no final output" if not observed else ""
+        if observed:
+            return ""
+        script = self.view.meta.get("mode") == "script"
+        where = "; in a script, only calls of nn.Module in its own process are" if script else ""
+        return f"nothing was observed: no output of a call and no final output{where}"
 
     def _coverage(self) -> dict[str, Any]:
         body: dict[str, Any] = {}

@@ -23,7 +23,7 @@ def numbers(value: Value) -> Sequence[float] | None:
     """Floating-point numbers of a value, complex ones as pairs; ``None`` where they cannot be told."""
     if value.raw is None:
         return None
-    if value.dtype == "bfloat16":  # the upper half of a float32
+    if value.dtype in ("bfloat16", "bcomplex32"):  # the upper half of a float32
         widened = bytearray(2 * len(value.raw))
         widened[2::4], widened[3::4] = value.raw[::2], value.raw[1::2]
         return struct.unpack(f"<{len(value.raw) // 2}f", widened)

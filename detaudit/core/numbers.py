@@ -27,6 +27,8 @@ _REAL = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
+if hasattr(torch, "bcomplex32"):  # since torch 2.14
+    _REAL[torch.bcomplex32] = torch.bfloat16
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of fp4 E2M1 by its three low bits (OCP Microscaling Formats 1.0, 5.3.3)."""

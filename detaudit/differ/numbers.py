@@ -60,6 +60,7 @@ FLOATS: Mapping[str, _Format] = {
     "float8_e4m3fn": _Format("B", 8, _e4m3fn),
 }
 COMPLEX = {"complex64": "float32", "complex128": "float64", "complex32": "float16"}
+COMPLEX |= {"bcomplex32": "bfloat16"}
 INTEGERS = {"bool": "?", "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i"}
 INTEGERS |= {"uint64": "Q", "int64": "q"}
 

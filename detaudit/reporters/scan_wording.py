@@ -99,7 +99,13 @@ def summary_lines(report: ScanReport) -> list[str]:
         for meaning, count in counts.items()
         if count
     ]
-    return lines or ["no kernel found"]
+    if lines:
+        return lines
+    if any(file.images for file in report.files):
+        return ["no kernel found: none in the machine code there is of what was asked for"]
+    return [
+        "no kernel found: nothing here holds machine code, as before a first compilation or in a CPU build"
+    ]
 
 
 def _verb(meaning: str, count: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from detaudit.core.records import Condition, KernelReport, Origin, Report, VariantResult
+from detaudit.mechanisms import mechanism
 
 ROOT = "(root)"
 ENGINES: Mapping[str, str] = {
@@ -121,6 +122,10 @@ def origin_details(origin: Origin) -> list[str]:
         lines.append(f"operator: {origin.operator}")
     if origin.mechanism:
         lines.append(f"why: {origin.mechanism}")
+    if origin.operator and mechanism(origin.operator):
+        lines.append(
+            "to avoid it: torch.use_deterministic_algorithms(True), or an error where torch has no way"
+        )
     if origin.isolated is not None:
         lines.append(
             f"alone, on its captured inputs, it {'differs too' if origin.isolated else 'does not differ'}"

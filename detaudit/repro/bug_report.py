@@ -8,6 +8,7 @@ from typing import Any
 from detaudit.core.records import KernelReport
 from detaudit.kernels.cases import Case
 from detaudit.repro.choose import Finding
+from detaudit.repro.shrink import elements
 from detaudit.repro.trial import Trial
 
 MEANING: Mapping[int | None, str] = {
@@ -19,18 +20,21 @@ MEANING: Mapping[int | None, str] = {
 }
 
 
-def bug_report(finding: Finding, case: Case, trial: Trial, avoided: Trial) -> str:
+def bug_report(
+    finding: Finding, case: Case, trial: Trial, avoided: Trial, minimized_from: int | None = None
+) -> str:
     """The page, in Markdown.
 
     Args:
         case: as it lies in the folder.
         trial, avoided: the script's own runs, as captured and with its switch.
+        minimized_from: elements of the call as captured, where ``case`` is a smaller one; else None.
     """
     sections = (
         ("Your current environment", _environment(finding.report.environment)),
         ("Describe the bug", _description(finding)),
         ("Expected behaviour", _expected()),
-        ("Steps to reproduce", _steps(finding)),
+        ("Steps to reproduce", _steps(finding, case, minimized_from)),
         ("Measured", _measured(finding, case, trial, avoided)),
         ("What avoids it", _avoid(finding, avoided)),
     )
@@ -64,8 +68,14 @@ def _expected() -> Iterator[str]:
     yield "The same bits on every run: inputs, weights, settings and random state are identical."
 
 
-def _steps(finding: Finding) -> Iterator[str]:
-    yield "The folder holds the captured arguments of one call, and a script that repeats it:"
+def _steps(finding: Finding, case: Case, minimized_from: int | None) -> Iterator[str]:
+    if minimized_from is None:
+        yield "The folder holds the captured arguments of one call, and a script that repeats it:"
+    else:
+        yield (
+            f"The folder holds the arguments of one call, minimized from {minimized_from:,} to "
+            f"{elements(case):,} elements while it still differed, and a script that repeats it:"
+        )
     yield ""
     yield "```bash"
     yield f"pip install {' '.join(finding.kind.packages)}"

@@ -42,6 +42,7 @@ def findings(trace: Path, origin: str | None) -> list[Finding]:
     """
     with open_trace(trace) as opened:
         stored, not_captured = opened.report(), opened.meta.get("not_captured")
+        script = opened.meta.get("mode") == "script"
     if stored is None:
         raise NoCase(f"{trace} holds no analysis, since its audit did not finish; run 'detaudit run' again")
     report = Report.from_json(stored)
@@ -57,6 +58,8 @@ def findings(trace: Path, origin: str | None) -> list[Finding]:
         + (
             f" ({reason})"
             if reason
+            else "; calls of a script are not captured: give 'detaudit run' build_model() and make_inputs()"
+            if script
             else "; 'detaudit run' captures one where an operator or a known kernel differs"
         )
     )

@@ -104,7 +104,9 @@ def _build(finding: Finding, scratch: Path, output: Path, seconds: float | None,
     avoided = run_script(folder, finding.kind.switch)
     environment = json.dumps(dict(finding.report.environment), indent=2, ensure_ascii=False)
     (folder / ENVIRONMENT).write_text(environment + "\n", encoding="utf-8")
-    (folder / BUG_REPORT).write_text(bug_report(finding, case, trial, avoided), encoding="utf-8")
+    minimized_from = None if case is whole else elements(whole)
+    text = bug_report(finding, case, trial, avoided, minimized_from)
+    (folder / BUG_REPORT).write_text(text, encoding="utf-8")
     try:
         folder.rename(output)
     except OSError as error:

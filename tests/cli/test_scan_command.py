@@ -46,7 +46,7 @@ def test_no_machine_code_is_inconclusive(tmp_path: Path, capsys: Captured) -> No
     assert cli.run(["scan", str(PTX_ONLY)]) == 3
     assert "PTX is compiled on the machine that runs it" in " ".join(capsys.readouterr().out.split())
     assert cli.run(["scan", str(tmp_path)]) == 3
-    assert capsys.readouterr().out.startswith("no kernel found\n")
+    assert capsys.readouterr().out.startswith("no kernel found: nothing here holds machine code")
     assert cli.run(["scan", str(KERNELS), "--kernel", "no_such_kernel"]) == 3
 
 

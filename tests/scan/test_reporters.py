@@ -91,7 +91,7 @@ def test_new_suspects() -> None:
 def test_an_empty_scan_says_so() -> None:
     stream = io.StringIO()
     render_scan(ScanReport(()), stream)
-    assert stream.getvalue().startswith("no kernel found\n")
+    assert stream.getvalue().startswith("no kernel found: nothing here holds machine code")
 
 
 @pytest.mark.skipif(not SCHEMA.exists(), reason="the SARIF schema is not in this checkout")
