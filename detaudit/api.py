@@ -20,6 +20,7 @@ from detaudit import auditing
 from detaudit.core.errors import TargetInvalid, UsageError
 from detaudit.core.recording import HOOKS_OFF, IN_PROCESS
 from detaudit.core.records import Report
+from detaudit.hooks.names import held_modules
 from detaudit.options import DEFAULT_CAPTURE_BYTES, DEFAULT_KERNEL_RUNS, DEFAULT_RUNS, Options
 from detaudit.progress import Progress
 from detaudit.target import LoadedTarget, TargetSpec, resolve
@@ -120,10 +121,9 @@ def _loaded(target: Callable[..., Any], inputs: Any, grad: bool) -> LoadedTarget
         raise UsageError(f"cannot audit a {type(target).__name__}; give an nn.Module, a callable or a path")
     name = _name(target)
     named = inputs.kwargs if isinstance(inputs, _Arguments) else inputs if isinstance(inputs, dict) else {}
-    model = _as_module(target, _referred(target) | named) if inspect.isfunction(target) else target
-    build = _Once(model, name)
+    build = _Once(_as_module(target, named), name)
     make_inputs = inputs if inspect.isroutine(inputs) else lambda: inputs
-    home = sys.modules.get(getattr(target, "__module__", None) or "") or types.ModuleType("target")
+    home = _home(target, name)
     return LoadedTarget(TargetSpec(Path(name), "build_model"), home, build, make_inputs, _call, grad)
 
 
@@ -182,17 +182,52 @@ def _name(target: Callable[..., Any]) -> str:
     return name.rpartition("<locals>.")[2]
 
 
-def _as_module(function: types.FunctionType, modules: Mapping[str, object]) -> nn.Module:
-    """A module that is the function, so that a difference born in it has a place; ``modules`` are inside."""
+def _home(target: Callable[..., Any], name: str) -> types.ModuleType:
+    """The target's Python module with the target in it, so that all generators it leads to are found."""
+    known = sys.modules.get(getattr(target, "__module__", None) or "")
+    home = types.ModuleType("target")
+    vars(home).update({**(vars(known) if known else {}), name: target})
+    return home
+
+
+def _as_module(target: Callable[..., Any], modules: Mapping[str, object]) -> Callable[..., Any]:
+    """A module that is the callable, so that a difference born in it has a place; ``modules`` are inside."""
+    if isinstance(target, functools.partial):
+        inside = _as_module(target.func, {**modules, **target.keywords})
+        return functools.partial(inside, *target.args, **target.keywords)
+    owner = getattr(target, "__self__", target)
+    if isinstance(owner, nn.Module) and target in (owner, owner.forward, owner.__call__):
+        return _Forward(owner) if target == owner.forward else owner
 
     def forward(_self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        return target(*args, **kwargs)
 
-    module: nn.Module = type(function.__name__.strip("<>"), (nn.Module,), {"forward": forward})()
-    for name, value in modules.items():
-        if isinstance(value, nn.Module):
-            module.add_module(name, value)
+    name = _name(target).rpartition(".")[2].strip("<>")
+    module: nn.Module = type(name, (nn.Module,), {"forward": forward})()
+    held = {**_held(target), **modules}
+    # Not add_module: it refuses paths such as ``stages.unet`` and names such as ``half``.
+    module._modules.update({key: value for key, value in held.items() if isinstance(value, nn.Module)})
     return module
+
+
+class _Forward:
+    """``forward`` of a module, looked up at each call: a method bound before is not seen to be called."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.__self__ = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__self__.forward(*args, **kwargs)
+
+
+def _held(target: Callable[..., Any]) -> dict[str, Any]:
+    """What a function refers to; the modules that another callable holds or belongs to, by their paths."""
+    if inspect.isfunction(target):
+        return _referred(target)
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return {**dict(owner.named_children()), "self": owner}
+    return dict(held_modules(target))
 
 
 def _referred(function: types.FunctionType) -> dict[str, Any]:
