@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +74,19 @@ def audit(
         TraceNotWritten: ``trace`` exists, or cannot be written.
     """
     is_file = isinstance(target, (str, os.PathLike))
+    wanted = _conditions(conditions, is_file)
     options = Options(
-        runs=runs,
-        only=tuple(only),
-        exclude=tuple(exclude),
-        history=HISTORY in (wanted := _conditions(conditions, is_file)),
+        runs=_whole("runs", runs, 1),
+        only=_strings("only", only),
+        exclude=_strings("exclude", exclude),
+        history=HISTORY in wanted,
         observer=HOOKS_OFF in wanted,
-        confirm=confirm,
-        kernel_runs=kernel_runs,
-        capture_bytes=capture_bytes,
+        confirm=_flag("confirm", confirm),
+        kernel_runs=_whole("kernel_runs", kernel_runs, 1),
+        capture_bytes=_whole("capture_bytes", capture_bytes, 0),
     )
-    if runs < 1:
-        raise UsageError(f"runs is {runs}; at least two are needed for anything to be compared")
+    _flag("grad", grad)
+    _check_progress(progress)
     with _trace(trace) as path:
         if isinstance(target, (str, os.PathLike)):
             if inputs is not None or grad:
@@ -98,8 +100,7 @@ def _conditions(asked: Sequence[str] | None, is_file: bool) -> Sequence[str]:
     possible = CONDITIONS if is_file else (IN_PROCESS, HOOKS_OFF)
     if asked is None:
         return possible
-    asked = [asked] if isinstance(asked, str) else list(asked)
-    for name in asked:
+    for name in (asked := _strings("conditions", asked)):
         if name not in CONDITIONS:
             raise UsageError(f"there is no condition {name!r}; choose of {', '.join(CONDITIONS)}")
         if name not in possible:
@@ -107,10 +108,46 @@ def _conditions(asked: Sequence[str] | None, is_file: bool) -> Sequence[str]:
     return asked
 
 
+def _whole(name: str, value: object, least: int) -> int:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise UsageError(f"{name} is {value!r}; give a whole number, at least {least}")
+    return number
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}; give True or False")
+    return value
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    """A single string stands for itself."""
+    strings = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
+    if strings is None or not all(isinstance(item, str) for item in strings):
+        raise UsageError(f"{name} is {value!r}; give strings")
+    return strings
+
+
+def _check_progress(progress: object) -> None:
+    methods = ("begin", "advance", "describe")
+    if progress is not None and not all(callable(getattr(progress, method, None)) for method in methods):
+        raise UsageError(f"progress is {progress!r}; give an object with the methods {', '.join(methods)}")
+
+
+def _path(name: str, value: object) -> Path:
+    if not isinstance(value, (str, os.PathLike)):
+        raise UsageError(f"{name} is {value!r}; give a path")
+    return Path(value)
+
+
 @contextlib.contextmanager
 def _trace(path: str | os.PathLike[str] | None) -> Iterator[Path]:
     if path is not None:
-        yield Path(path)
+        yield _path("trace", path)
         return
     with tempfile.TemporaryDirectory(prefix="detaudit-") as folder:
         yield Path(folder, "audit.detaudit")

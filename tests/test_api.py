@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,23 @@ def test_what_cannot_be_meant(tmp_path: Path) -> None:
         detaudit.audit(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="runs is 0"):
         detaudit.audit(racing, rows(), runs=0)
+    for wrong in (2.5, "3", True, None):
+        for name in ("runs", "kernel_runs", "capture_bytes"):
+            with pytest.raises(UsageError, match=f"^{name} is {wrong!r}; give a whole number, at least"):
+                detaudit.audit(racing, rows(), **{name: wrong})  # type: ignore[arg-type]
+    for name, value, wanted in (
+        ("only", 3, "give strings"),
+        ("exclude", [None], "give strings"),
+        ("conditions", 3, "give strings"),
+        ("confirm", "no", "give True or False"),
+        ("grad", 1, "give True or False"),
+        ("progress", "bar", "give an object with the methods begin, advance, describe"),
+        ("trace", 3, "give a path"),
+    ):
+        with pytest.raises(UsageError, match=f"^{name} is {re.escape(repr(value))}; {wanted}"):
+            detaudit.audit(racing, rows(), **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"--only 'layers\.\*' matches no module"):
+        detaudit.audit(nn.Linear(2, 2), torch.ones(1, 2), only="layers.*")
     with pytest.raises(TargetInvalid, match="inputs are a list"):
         detaudit.audit(racing, [1])
     (tmp_path / "there.detaudit").touch()
