@@ -260,7 +260,8 @@ class _Forward:
 def _held(target: Callable[..., Any]) -> dict[str, Any]:
     """What a function refers to; the modules that another callable holds or belongs to, by their paths."""
     if inspect.isfunction(target):
-        return _referred(target)
+        wrapped = getattr(target, "__wrapped__", None)
+        return {**(_held(wrapped) if callable(wrapped) else {}), **_referred(target)}
     owner = getattr(target, "__self__", None)
     if isinstance(owner, nn.Module):
         return {**dict(owner.named_children()), "self": owner}
