@@ -138,7 +138,8 @@ def _check_progress(progress: object) -> None:
         raise UsageError(f"progress is {progress!r}; give an object with the methods {', '.join(methods)}")
 
 
-def _path(name: str, value: object) -> Path:
+def as_path(name: str, value: object) -> Path:
+    """The path given as argument ``name``. Raises UsageError where it is none."""
     if not isinstance(value, (str, os.PathLike)):
         raise UsageError(f"{name} is {value!r}; give a path")
     return Path(value)
@@ -147,7 +148,7 @@ def _path(name: str, value: object) -> Path:
 @contextlib.contextmanager
 def _trace(path: str | os.PathLike[str] | None) -> Iterator[Path]:
     if path is not None:
-        yield _path("trace", path)
+        yield as_path("trace", path)
         return
     with tempfile.TemporaryDirectory(prefix="detaudit-") as folder:
         yield Path(folder, "audit.detaudit")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ def assert_deterministic(
     *args: Any,
     runs: int = 20,
     conditions: Sequence[str] | None = None,
-    folder: Path | None = None,
+    folder: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Report:
     """Fail the test unless ``fn(*args, **kwargs)`` gives the same bits in every run, in all modules it calls.
@@ -52,9 +53,10 @@ def assert_deterministic(
     Returns:
         The report.
     """
-    from detaudit.api import arguments
+    from detaudit.api import arguments, as_path
 
-    return _check(fn, arguments(*args, **kwargs), runs, conditions, folder or _folder())
+    kept = _folder() if folder is None else as_path("folder", folder)
+    return _check(fn, arguments(*args, **kwargs), runs, conditions, kept)
 
 
 @pytest.fixture(name="assert_deterministic")

@@ -14,7 +14,7 @@ from tests.cli.programs import ROOT, python
 pytest_plugins = ["pytester"]
 
 PRELUDE = """
-import pytest, torch
+import detaudit.core.errors, pytest, torch
 from detaudit.pytest_plugin import assert_deterministic
 from tests.support import HIDDEN, TOKENS, Stack
 
@@ -91,6 +91,13 @@ def test_function(stable, tmp_path):
     assert (report.verdict, report.rate.comparisons) == ("deterministic", 2)
     assert list(tmp_path.iterdir()) == []
 
+def test_folder(stable, tmp_path):
+    assert_deterministic(stable, x, runs=2, folder=str(tmp_path))
+
+def test_no_folder(stable):
+    with pytest.raises(detaudit.core.errors.UsageError, match="folder is 3; give a path"):
+        assert_deterministic(stable, x, folder=3)
+
 def test_keywords(assert_deterministic):
     assert_deterministic(lambda a, *, b: a + b, torch.ones(2), b=torch.rand(2), runs=2)
 
@@ -105,7 +112,7 @@ class TestClass:
         torch.nn.Linear(size, 1)(torch.ones(size))
 """,
     )
-    result.assert_outcomes(passed=5)
+    result.assert_outcomes(passed=7)
     assert not list(inner.path.joinpath("kept").rglob("*.detaudit*"))
 
 
