@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from detaudit import auditing
 from detaudit.core.errors import TargetInvalid, UsageError
 from detaudit.core.recording import HOOKS_OFF, IN_PROCESS
 from detaudit.core.records import Report
+from detaudit.hooks.names import held_modules
 from detaudit.options import DEFAULT_CAPTURE_BYTES, DEFAULT_KERNEL_RUNS, DEFAULT_RUNS, Options
 from detaudit.progress import Progress
 from detaudit.target import LoadedTarget, TargetSpec, resolve
@@ -72,18 +74,19 @@ def audit(
         TraceNotWritten: ``trace`` exists, or cannot be written.
     """
     is_file = isinstance(target, (str, os.PathLike))
+    wanted = _conditions(conditions, is_file)
     options = Options(
-        runs=runs,
-        only=tuple(only),
-        exclude=tuple(exclude),
-        history=HISTORY in (wanted := _conditions(conditions, is_file)),
+        runs=_whole("runs", runs, 1),
+        only=_strings("only", only),
+        exclude=_strings("exclude", exclude),
+        history=HISTORY in wanted,
         observer=HOOKS_OFF in wanted,
-        confirm=confirm,
-        kernel_runs=kernel_runs,
-        capture_bytes=capture_bytes,
+        confirm=_flag("confirm", confirm),
+        kernel_runs=_whole("kernel_runs", kernel_runs, 1),
+        capture_bytes=_whole("capture_bytes", capture_bytes, 0),
     )
-    if runs < 1:
-        raise UsageError(f"runs is {runs}; at least two are needed for anything to be compared")
+    _flag("grad", grad)
+    _check_progress(progress)
     with _trace(trace) as path:
         if isinstance(target, (str, os.PathLike)):
             if inputs is not None or grad:
@@ -97,8 +100,7 @@ def _conditions(asked: Sequence[str] | None, is_file: bool) -> Sequence[str]:
     possible = CONDITIONS if is_file else (IN_PROCESS, HOOKS_OFF)
     if asked is None:
         return possible
-    asked = [asked] if isinstance(asked, str) else list(asked)
-    for name in asked:
+    for name in (asked := _strings("conditions", asked)):
         if name not in CONDITIONS:
             raise UsageError(f"there is no condition {name!r}; choose of {', '.join(CONDITIONS)}")
         if name not in possible:
@@ -106,10 +108,47 @@ def _conditions(asked: Sequence[str] | None, is_file: bool) -> Sequence[str]:
     return asked
 
 
+def _whole(name: str, value: object, least: int) -> int:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise UsageError(f"{name} is {value!r}; give a whole number, at least {least}")
+    return number
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}; give True or False")
+    return value
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    """A single string stands for itself."""
+    strings = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
+    if strings is None or not all(isinstance(item, str) for item in strings):
+        raise UsageError(f"{name} is {value!r}; give strings")
+    return strings
+
+
+def _check_progress(progress: object) -> None:
+    methods = ("begin", "advance", "describe")
+    if progress is not None and not all(callable(getattr(progress, method, None)) for method in methods):
+        raise UsageError(f"progress is {progress!r}; give an object with the methods {', '.join(methods)}")
+
+
+def as_path(name: str, value: object) -> Path:
+    """The path given as argument ``name``. Raises UsageError where it is none."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise UsageError(f"{name} is {value!r}; give a path")
+    return Path(value)
+
+
 @contextlib.contextmanager
 def _trace(path: str | os.PathLike[str] | None) -> Iterator[Path]:
     if path is not None:
-        yield Path(path)
+        yield as_path("trace", path)
         return
     with tempfile.TemporaryDirectory(prefix="detaudit-") as folder:
         yield Path(folder, "audit.detaudit")
@@ -120,10 +159,9 @@ def _loaded(target: Callable[..., Any], inputs: Any, grad: bool) -> LoadedTarget
         raise UsageError(f"cannot audit a {type(target).__name__}; give an nn.Module, a callable or a path")
     name = _name(target)
     named = inputs.kwargs if isinstance(inputs, _Arguments) else inputs if isinstance(inputs, dict) else {}
-    model = _as_module(target, _referred(target) | named) if inspect.isfunction(target) else target
-    build = _Once(model, name)
+    build = _Once(_as_module(target, named), name)
     make_inputs = inputs if inspect.isroutine(inputs) else lambda: inputs
-    home = sys.modules.get(getattr(target, "__module__", None) or "") or types.ModuleType("target")
+    home = _home(target, name)
     return LoadedTarget(TargetSpec(Path(name), "build_model"), home, build, make_inputs, _call, grad)
 
 
@@ -182,17 +220,53 @@ def _name(target: Callable[..., Any]) -> str:
     return name.rpartition("<locals>.")[2]
 
 
-def _as_module(function: types.FunctionType, modules: Mapping[str, object]) -> nn.Module:
-    """A module that is the function, so that a difference born in it has a place; ``modules`` are inside."""
+def _home(target: Callable[..., Any], name: str) -> types.ModuleType:
+    """The target's Python module with the target in it, so that all generators it leads to are found."""
+    known = sys.modules.get(getattr(target, "__module__", None) or "")
+    home = types.ModuleType("target")
+    vars(home).update({**(vars(known) if known else {}), name: target})
+    return home
+
+
+def _as_module(target: Callable[..., Any], modules: Mapping[str, object]) -> Callable[..., Any]:
+    """A module that is the callable, so that a difference born in it has a place; ``modules`` are inside."""
+    if isinstance(target, functools.partial):
+        inside = _as_module(target.func, {**modules, **target.keywords})
+        return functools.partial(inside, *target.args, **target.keywords)
+    owner = getattr(target, "__self__", target)
+    if isinstance(owner, nn.Module) and target in (owner, owner.forward, owner.__call__):
+        return _Forward(owner) if target == owner.forward else owner
 
     def forward(_self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        return target(*args, **kwargs)
 
-    module: nn.Module = type(function.__name__.strip("<>"), (nn.Module,), {"forward": forward})()
-    for name, value in modules.items():
-        if isinstance(value, nn.Module):
-            module.add_module(name, value)
+    name = _name(target).rpartition(".")[2].strip("<>")
+    module: nn.Module = type(name, (nn.Module,), {"forward": forward})()
+    held = {**_held(target), **modules}
+    # Not add_module: it refuses paths such as ``stages.unet`` and names such as ``half``.
+    module._modules.update({key: value for key, value in held.items() if isinstance(value, nn.Module)})
     return module
+
+
+class _Forward:
+    """``forward`` of a module, looked up at each call: a method bound before is not seen to be called."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.__self__ = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__self__.forward(*args, **kwargs)
+
+
+def _held(target: Callable[..., Any]) -> dict[str, Any]:
+    """What a function refers to; the modules that another callable holds or belongs to, by their paths."""
+    if inspect.isfunction(target):
+        wrapped = getattr(target, "__wrapped__", None)
+        return {**(_held(wrapped) if callable(wrapped) else {}), **_referred(target)}
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return {**dict(owner.named_children()), "self": owner}
+    return dict(held_modules(target))
 
 
 def _referred(function: types.FunctionType) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class FunctionAudit:
 
     Args:
         target: what ``spec`` names, where it is in this process already; otherwise the file is imported. No
-            fresh process can build such a target, so ``options.history`` must be off.
+            fresh process can build such a target, so ``options.history`` must be off. What it prints
+            goes where it goes without an audit, and not to a file.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class FunctionAudit:
             folder = context.enter_context(tempfile.TemporaryDirectory(prefix="detaudit-"))
             self._generators = Path(folder, "generators")
             self._generators.write_bytes(generators.capture().dump())
-            context.enter_context(self.output.collected())
+            if self.target is None:
+                context.enter_context(self.output.collected())
             self.session = context.enter_context(Session(self.target or load(self.spec), self.options))
             self._check_globs()
             self._context = context.pop_all()

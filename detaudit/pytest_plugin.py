@@ -5,6 +5,9 @@ pytest loads this with every run, so nothing heavy is imported before a test ask
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,14 @@ if TYPE_CHECKING:
 
 MARKER = "deterministic(runs=20, conditions=None): the test is run several times and must give the same bits"
 
+NOT_AUDITED = (
+    "not audited: the marker 'deterministic' works on plain test functions and methods; call "
+    "assert_deterministic inside this test instead, or make it a plain function"
+)
+"""Of a TestCase's method, an async test, or one that another plugin calls in its own way."""
+
+_AUDITED = pytest.StashKey[bool]()
+
 _running: list[pytest.Item] = []
 """The test that is being called, if any."""
 
@@ -26,7 +37,7 @@ def assert_deterministic(
     *args: Any,
     runs: int = 20,
     conditions: Sequence[str] | None = None,
-    folder: Path | None = None,
+    folder: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Report:
     """Fail the test unless ``fn(*args, **kwargs)`` gives the same bits in every run, in all modules it calls.
@@ -42,9 +53,10 @@ def assert_deterministic(
     Returns:
         The report.
     """
-    from detaudit.api import arguments
+    from detaudit.api import arguments, as_path
 
-    return _check(fn, arguments(*args, **kwargs), runs, conditions, folder or _folder())
+    kept = _folder() if folder is None else as_path("folder", folder)
+    return _check(fn, arguments(*args, **kwargs), runs, conditions, kept)
 
 
 @pytest.fixture(name="assert_deterministic")
@@ -65,27 +77,68 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     _running.append(item)
     try:
-        return (yield)
+        result = yield
     finally:
         _running.pop()
+    marked = item.get_closest_marker("deterministic") is not None
+    # A TestCase's failures and skips are not raised here, but kept for its report.
+    if marked and _AUDITED not in item.stash and not getattr(item, "_excinfo", None):
+        pytest.fail(NOT_AUDITED, pytrace=False)
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A marked test is what is audited: its body, with the fixtures it was given."""
-    marker = pyfuncitem.get_closest_marker("deterministic")
-    if marker is None:
+    marker, test = pyfuncitem.get_closest_marker("deterministic"), pyfuncitem.obj
+    if marker is None or inspect.iscoroutinefunction(test) or inspect.isasyncgenfunction(test):
         return None
     from detaudit.api import arguments
+    from detaudit.core.errors import UsageError
 
-    options = _marker_options(*marker.args, **marker.kwargs)
-    fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    _check(pyfuncitem.obj, arguments(**fixtures), folder=_folder(), **options)
+    options = _marker_options(marker)
+    names = pyfuncitem._fixtureinfo.argnames
+    copied, as_they_are = _split({name: pyfuncitem.funcargs[name] for name in names})
+
+    @functools.wraps(test)
+    def body(**copies: Any) -> Any:
+        return test(**copies, **as_they_are)
+
+    try:
+        _check(body, arguments(**copied), folder=_folder(), **options)
+    except UsageError as error:
+        pytest.fail(f"@pytest.mark.deterministic: {error}", pytrace=False)
     return True
 
 
-def _marker_options(runs: int = 20, conditions: Sequence[str] | None = None) -> dict[str, Any]:
-    return {"runs": runs, "conditions": conditions}
+def _marker_options(marker: pytest.Mark) -> dict[str, Any]:
+    def options(runs: int = 20, conditions: Sequence[str] | None = None) -> None: ...
+
+    try:
+        given = inspect.signature(options).bind(*marker.args, **marker.kwargs)
+    except TypeError as error:
+        pytest.fail(
+            f"@pytest.mark.deterministic: {error}; its options are runs and conditions", pytrace=False
+        )
+    given.apply_defaults()
+    return given.arguments
+
+
+def _split(fixtures: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fixtures that a run could leave changed data in, and all that those hold; and the others."""
+    from detaudit.hooks.inputs import holds_data
+    from detaudit.hooks.reach import reachable
+
+    own = {name: value for name, value in fixtures.items() if not _is_pytests(value)}
+    data = {name: value for name, value in own.items() if holds_data(value)}
+    inside = {id(value) for _, value in reachable("", data)}
+    copied = {name: value for name, value in own.items() if name in data or id(value) in inside}
+    return copied, {name: value for name, value in fixtures.items() if name not in copied}
+
+
+def _is_pytests(fixture: object) -> bool:
+    """Whether it is one of pytest's own: ``request`` and others lead to all there is in the session."""
+    return type(fixture).__module__.partition(".")[0] == "_pytest"
 
 
 def _check(
@@ -103,6 +156,8 @@ def _check(
         if own is None:
             raise
         raise own from own.__cause__  # the test's own failure, as if nothing had stood in between
+    if _running:
+        _running[-1].stash[_AUDITED] = True
     if report.verdict != "deterministic":
         pytest.fail(explanation(report, trace), pytrace=False)
     _remove(trace)

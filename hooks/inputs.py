@@ -8,6 +8,7 @@ generators are handed on as they are: they belong to the model.
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import torch
@@ -15,9 +16,17 @@ from torch import Tensor, nn
 
 from detaudit.core.digest import NotObservable, as_words, parts, unseen
 from detaudit.hooks.copies import Storages, copy_tensor
+from detaudit.hooks.generator_sources import find
 from detaudit.hooks.reach import reachable, step
 
 _SHARED = (nn.Parameter, nn.Module, torch.Generator)
+
+
+def holds_data(value: object) -> bool:
+    """Whether it leads to a tensor, an array, a module or a generator."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds = (Tensor, nn.Module) if numpy is None else (Tensor, nn.Module, numpy.ndarray)
+    return any(isinstance(item, kinds) for _, item in reachable("", value)) or any(find(value))
 
 
 class InputCopies:

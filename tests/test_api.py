@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,67 @@ def test_a_function_is_itself_a_module_and_so_are_those_it_refers_to() -> None:
     assert "hooks-off" not in {condition.name for condition in report.conditions}
 
 
+class Combining(nn.Module):
+    """Races in methods of its own, around a module that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack(racing=())
+
+    def forward(self, contributions: Tensor, tokens: Tensor) -> Tensor:
+        return racing(contributions, tokens)
+
+    def combine(self, contributions: Tensor, tokens: Tensor) -> Tensor:
+        out: Tensor = self.stack(self(contributions, tokens))
+        return out
+
+    def generate(self, contributions: Tensor, tokens: Tensor) -> Tensor:
+        return racing(self.stack(contributions), tokens)
+
+
+class Pipeline:
+    """Not a module, but it holds one."""
+
+    def __init__(self) -> None:
+        self.stages = {"unet": Combining().eval()}
+
+    def __call__(self, contributions: Tensor, tokens: Tensor) -> Tensor:
+        return racing(self.stages["unet"].stack(contributions), tokens)
+
+
+@pytest.mark.usefixtures("racy")
+def test_a_difference_born_in_any_callables_own_code_has_a_place() -> None:
+    model, pipeline = Combining().eval(), Pipeline()
+    stack = {"stack", "stack.layers.0.mlp.experts"}
+    for target, origin, others in (
+        (model.generate, ("", "generate"), stack | {"self"}),
+        (functools.partial(model.generate), ("", "generate"), stack | {"self"}),
+        (model.combine, ("self", "Combining"), stack | {""}),
+        (model.forward, ("", "Combining"), stack),
+        (model.__call__, ("", "Combining"), stack),
+        (functools.partial(racing), ("", "racing"), set()),
+        (pipeline, ("", "Pipeline"), {"stages.unet", "stages.unet.stack"}),
+        (pipeline.__call__, ("", "__call__"), {"stages.unet", "stages.unet.stack"}),
+    ):
+        report = detaudit.audit(target, rows(), runs=4)
+        found = [(o.module, o.cls, o.operator) for o in report.origins]
+        assert found == [(*origin, "aten.index_put_.default")]
+        assert others <= {module["path"] for module in report.coverage["modules"]}
+
+
+def test_generators_of_a_methods_owner_are_put_back() -> None:
+    class Sampler:
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(0)
+
+        def sample(self) -> Tensor:
+            return torch.rand(3, generator=self.generator)
+
+    report = detaudit.audit(Sampler().sample, runs=3)
+    assert report.verdict == "deterministic"
+    assert any(name.endswith("__self__.generator") for name in report.restored["generators"])
+
+
 def test_inputs_are_the_same_in_every_run_and_may_be_made_afresh() -> None:
     made: list[int] = []
 
@@ -152,6 +215,23 @@ def test_what_cannot_be_meant(tmp_path: Path) -> None:
         detaudit.audit(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="runs is 0"):
         detaudit.audit(racing, rows(), runs=0)
+    for wrong in (2.5, "3", True, None):
+        for name in ("runs", "kernel_runs", "capture_bytes"):
+            with pytest.raises(UsageError, match=f"^{name} is {wrong!r}; give a whole number, at least"):
+                detaudit.audit(racing, rows(), **{name: wrong})  # type: ignore[arg-type]
+    for name, value, wanted in (
+        ("only", 3, "give strings"),
+        ("exclude", [None], "give strings"),
+        ("conditions", 3, "give strings"),
+        ("confirm", "no", "give True or False"),
+        ("grad", 1, "give True or False"),
+        ("progress", "bar", "give an object with the methods begin, advance, describe"),
+        ("trace", 3, "give a path"),
+    ):
+        with pytest.raises(UsageError, match=f"^{name} is {re.escape(repr(value))}; {wanted}"):
+            detaudit.audit(racing, rows(), **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"--only 'layers\.\*' matches no module"):
+        detaudit.audit(nn.Linear(2, 2), torch.ones(1, 2), only="layers.*")
     with pytest.raises(TargetInvalid, match="inputs are a list"):
         detaudit.audit(racing, [1])
     (tmp_path / "there.detaudit").touch()

@@ -14,7 +14,7 @@ from tests.cli.programs import ROOT, python
 pytest_plugins = ["pytester"]
 
 PRELUDE = """
-import pytest, torch
+import detaudit.core.errors, pytest, torch
 from detaudit.pytest_plugin import assert_deterministic
 from tests.support import HIDDEN, TOKENS, Stack
 
@@ -91,6 +91,13 @@ def test_function(stable, tmp_path):
     assert (report.verdict, report.rate.comparisons) == ("deterministic", 2)
     assert list(tmp_path.iterdir()) == []
 
+def test_folder(stable, tmp_path):
+    assert_deterministic(stable, x, runs=2, folder=str(tmp_path))
+
+def test_no_folder(stable):
+    with pytest.raises(detaudit.core.errors.UsageError, match="folder is 3; give a path"):
+        assert_deterministic(stable, x, folder=3)
+
 def test_keywords(assert_deterministic):
     assert_deterministic(lambda a, *, b: a + b, torch.ones(2), b=torch.rand(2), runs=2)
 
@@ -105,7 +112,7 @@ class TestClass:
         torch.nn.Linear(size, 1)(torch.ones(size))
 """,
     )
-    result.assert_outcomes(passed=5)
+    result.assert_outcomes(passed=7)
     assert not list(inner.path.joinpath("kept").rglob("*.detaudit*"))
 
 
@@ -147,6 +154,111 @@ def test_unknown_condition():
     assert "assert 1 == 2" in output
     assert "there is no condition 'overnight'" in output
     assert "TargetRaised" not in output
+
+
+def test_a_marked_test_that_was_not_audited_fails(inner: pytest.Pytester) -> None:
+    inner.makeconftest(
+        """
+import asyncio, inspect, pytest
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        asyncio.run(pyfuncitem.obj())
+        return True
+"""
+    )
+    result = run(
+        inner,
+        """
+import unittest
+
+@pytest.mark.deterministic
+class TestOld(unittest.TestCase):
+    def test_method(self): pass
+
+    def test_asserts_itself(self): assert_deterministic(Stack(racing=()).eval(), x, runs=2)
+
+    def test_own_failure(self): self.assertEqual(1, 2)
+
+    def test_skips(self): self.skipTest("not today")
+
+@pytest.mark.deterministic
+async def test_async(): pass
+""",
+    )
+    result.assert_outcomes(failed=3, passed=1, skipped=1)
+    lines = result.stdout.lines
+    assert sum(line.startswith("not audited: the marker 'deterministic'") for line in lines) == 2
+    result.stdout.fnmatch_lines(["*AssertionError: 1 != 2"])
+
+
+def test_options_of_the_marker_that_cannot_be_meant(inner: pytest.Pytester) -> None:
+    result = run(
+        inner,
+        """
+@pytest.mark.deterministic(bogus=3)
+def test_unknown(stable): stable(x)
+
+@pytest.mark.deterministic(runs=2.5)
+def test_wrong(stable): stable(x)
+""",
+    )
+    result.assert_outcomes(failed=2)
+    begin = "@pytest.mark.deterministic: "
+    assert f"{begin}got an unexpected keyword argument 'bogus'; its options are runs and conditions" in (
+        result.stdout.lines
+    )
+    assert f"{begin}runs is 2.5; give a whole number, at least 1" in result.stdout.lines
+    assert "Traceback" not in result.stdout.str()
+    assert "pytest_plugin.py" not in result.stdout.str()
+
+
+def test_fixtures_are_copied_only_where_they_hold_data(inner: pytest.Pytester) -> None:
+    result = run(
+        inner,
+        """
+import os, types
+
+@pytest.fixture
+def seen():
+    found = []
+    yield found
+    assert set(found) == {"a run"}
+
+@pytest.fixture
+def batch():
+    kept = types.SimpleNamespace(x=torch.zeros(2, 2), log=[])
+    yield kept
+    assert kept.x.sum() == 0 and kept.log == []
+
+@pytest.fixture
+def log(batch): return batch.log
+
+@pytest.mark.deterministic(runs=3)
+def test_uses(stable, seen, batch, log, monkeypatch, capsys, request):
+    monkeypatch.setenv("LEAKS", "1")
+    seen.append("a run")
+    batch.x += 1
+    log.append(1)
+    assert (batch.x.sum(), batch.log) == (4, [1])
+    assert request.getfixturevalue("seen") is seen
+    print("printed")
+    assert capsys.readouterr().out == "printed\\n"
+    stable(x)
+
+@pytest.mark.deterministic(runs=3)
+def test_prints(stable):
+    print("seen by pytest")
+    os.system("echo by a process, too")
+    stable(x)
+    assert False
+
+def test_nothing_leaked(): assert "LEAKS" not in os.environ
+""",
+    )
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*Captured stdout call*", "seen by pytest", "by a process, too"])
 
 
 @pytest.mark.usefixtures("racy")
