@@ -27,9 +27,9 @@ from detaudit.hooks import generators
 from detaudit.hooks.capture import CapturedCall, copy_of
 from detaudit.hooks.observe import observe
 from detaudit.hooks.operator_inputs import OperatorInputs
-from detaudit.hooks.operators import OperatorDifference, OperatorTap, first_differing, within
+from detaudit.hooks.operators import OperatorDifference, within
 from detaudit.hooks.tree import flatten
-from detaudit.mechanisms import mechanism
+from detaudit.operator_search import OperatorSearch, explanation
 
 Tensors = list[tuple[str, Tensor]]
 
@@ -84,6 +84,7 @@ class CapturePass:
         self.keys = [(origin.module, origin.call) for origin in origins]
         self.operators: list[tuple[Origin, OperatorInputs]] = []
         self._budget = session.options.capture_bytes
+        self._search = OperatorSearch(session, self._run, attempts)
         self.reference = self._run(capture=self.keys)
         self.held = self._hold()
 
@@ -100,15 +101,16 @@ class CapturePass:
         findings: list[Finding] = []
         for origin, key in zip(self.origins, self.keys, strict=True):
             numbers = self._numbers(key)
-            operator = self._operator(origin) if self._captured(key).reason is None else None
+            fixed = self._fixed(but=key)
+            operator = self._search.inside(origin, fixed) if self._captured(key).reason is None else None
             looked_at = replace(numbers.onto(origin), isolated=self._isolated(key), healed=self.healed)
+            if operator is not None:
+                given = operator.kind == "inputs"
+                maker = self._search.before(operator, fixed) if given else None
+                looked_at = replace(looked_at, mechanism=explanation(operator, maker))
             if operator is not None and operator.kind == "outputs":
-                looked_at = replace(
-                    looked_at, operator=operator.operator, mechanism=mechanism(operator.operator)
-                )
+                looked_at = replace(looked_at, operator=operator.operator)
                 self._keep_operator(origin, operator)
-            elif operator is not None and operator.kind == "host":
-                looked_at = replace(looked_at, mechanism=_from_host(operator))
             examined.append(looked_at)
             findings += _noticed(origin, numbers, operator)
         return tuple(examined), findings
@@ -139,24 +141,6 @@ class CapturePass:
             if (call.args, call.state) == (expected.args, expected.state) and call.out != expected.out:
                 return numbers_of(tensors_of(captured.output), tensors_of(kept.output))
         return Numbers(reason=f"{NO_NUMBERS} ({self.attempts} runs)")
-
-    def _operator(self, origin: Origin) -> OperatorDifference | None:
-        """The first operator inside the origin that differs."""
-        key = (origin.module, origin.call)
-        first: list[Any] | None = None
-        for _ in range(self.attempts):
-            tap = OperatorTap(
-                self.session.digester, within(self.session.recorder.current_call, [origin.module])
-            )
-            self._run(around=tap, substitute=self._fixed(but=key))
-            operators = [op for op in tap.operators() if op.call == origin.call or op.module != origin.module]
-            if first is None:
-                first = operators
-                continue
-            found = first_differing(first, operators)
-            if found is not None:
-                return found
-        return None
 
     def _keep_operator(self, origin: Origin, operator: OperatorDifference) -> None:
         """Once more, with copies of what that operator is handed: it can then be repeated alone.
@@ -250,13 +234,6 @@ def combine(differences: Iterable[Difference]) -> Numbers:
     )
 
 
-def _from_host(operator: OperatorDifference) -> str:
-    return (
-        f"{operator.operator} is given host values that differ ({', '.join(operator.sites)}): a clock, an "
-        "address, the order of a set, or a generator that was not put back"
-    )
-
-
 def _noticed(origin: Origin, numbers: Numbers, operator: OperatorDifference | None) -> list[Finding]:
     module = origin.module
     found: list[Finding] = []
@@ -268,13 +245,10 @@ def _noticed(origin: Origin, numbers: Numbers, operator: OperatorDifference | No
     if numbers.order_only:
         message = "its outputs hold the same rows in another order: something collects without a fixed order"
         found.append(Finding("order-only", module, message))
-    # Where the origin itself was handed something that nobody saw, that is what may differ.
-    seen_whole = origin.mechanism is None
-    if operator is not None and operator.kind == "inputs" and seen_whole:
+    if operator is not None and operator.kind == "unwritten":
         message = (
-            f"{operator.operator} inside it reads {', '.join(operator.sites)}, which differs although no "
-            "operator made it so: memory that nothing has written, a kernel that torch's dispatcher does "
-            "not see, or data that came from outside torch"
+            f"{operator.operator} inside it reads {', '.join(operator.sites)}, which differs where nothing "
+            "has been written: memory made inside the module, with what it held before"
         )
         found.append(Finding("uninitialised-memory", module, message))
     return found
