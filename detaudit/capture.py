@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from detaudit.compare.classes import is_within
 from detaudit.core.digest import NotObservable, digest, parts
 from detaudit.core.errors import DetauditError
 from detaudit.core.numbers import Difference, difference
@@ -35,12 +36,32 @@ Tensors = list[tuple[str, Tensor]]
 
 ISOLATED_RUNS = 20
 HELD_RUNS = 4
+UNLIKELY = 0.01
+"""How probable it may at most be that an origin differs by itself and was not seen to."""
+AGREES = (
+    "nothing inside it differs while the outputs of the other origins are held fixed: it may have been "
+    "handed a value that was not observed"
+)
 NO_NUMBERS = "no run of the capture pass differed for equal inputs"
 
 
 @dataclass(frozen=True, slots=True)
+class Handed:
+    """A module that differs only because of what it was handed in a way that was not observed.
+
+    ``maker``: the module around it in whose own code the value was made; None: another origin made it.
+    """
+
+    module: str
+    maker: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Numbers:
-    """How far an origin's outputs are apart, over all sites that differ; ``reason``: why there are none."""
+    """How far an origin's outputs are apart, over all sites that differ; ``reason``: why there are none.
+
+    ``agreeing``: runs with equal inputs that agreed, the outputs of all other origins being held fixed.
+    """
 
     max_ulp: int | None = None
     max_abs: float | None = None
@@ -49,6 +70,7 @@ class Numbers:
     has_nan: bool = False
     order_only: bool = False
     reason: str | None = None
+    agreeing: int = 0
 
     def onto(self, origin: Origin) -> Origin:
         return replace(
@@ -83,6 +105,7 @@ class CapturePass:
         self.advance = advance
         self.keys = [(origin.module, origin.call) for origin in origins]
         self.operators: list[tuple[Origin, OperatorInputs]] = []
+        self.handed: list[Handed] = []
         self._budget = session.options.capture_bytes
         self._search = OperatorSearch(session, self._run, attempts)
         self.reference = self._run(capture=self.keys)
@@ -108,6 +131,12 @@ class CapturePass:
                 given = operator.kind == "inputs"
                 maker = self._search.before(operator, fixed) if given else None
                 looked_at = replace(looked_at, mechanism=explanation(operator, maker))
+                if maker is not None and _made_around(maker, origin) and looked_at.isolated is False:
+                    self.handed.append(Handed(origin.module, maker.module))
+            elif numbers.agreeing and key != self.keys[0] and looked_at.isolated is False:
+                looked_at = replace(looked_at, mechanism=AGREES)
+                if self._is_handed(origin, numbers):
+                    self.handed.append(Handed(origin.module))
             if operator is not None and operator.kind == "outputs":
                 looked_at = replace(looked_at, operator=operator.operator)
                 self._keep_operator(origin, operator)
@@ -133,14 +162,25 @@ class CapturePass:
         if captured.reason is not None:
             return Numbers(reason=captured.reason)
         expected = find_call(self.reference, key)
+        agreeing = 0
         for _ in range(self.attempts):
             again = self._run(capture=[key], substitute=self._fixed(but=key))
             call, kept = find_call(again, key), again.captured.get(key)
             if call is None or expected is None or kept is None or kept.reason is not None:
                 continue
-            if (call.args, call.state) == (expected.args, expected.state) and call.out != expected.out:
+            if (call.args, call.state) != (expected.args, expected.state):
+                continue
+            if call.out != expected.out:
                 return numbers_of(tensors_of(captured.output), tensors_of(kept.output))
-        return Numbers(reason=f"{NO_NUMBERS} ({self.attempts} runs)")
+            agreeing += 1
+        return Numbers(reason=f"{NO_NUMBERS} ({self.attempts} runs)", agreeing=agreeing)
+
+    def _is_handed(self, origin: Origin, numbers: Numbers) -> bool:
+        """Whether so many runs would hardly all agree if it differed by itself as often as it did before."""
+        compared = self.session.options.runs - 1
+        if origin.condition is not None or not compared:
+            return False
+        return (1 - origin.runs_differing / compared) ** numbers.agreeing < UNLIKELY
 
     def _keep_operator(self, origin: Origin, operator: OperatorDifference) -> None:
         """Once more, with copies of what that operator is handed: it can then be repeated alone.
@@ -189,6 +229,10 @@ class CapturePass:
                 self.session.digester.finish()
                 outputs.add(pending.resolve()[0])
         return len(outputs) > 1
+
+
+def _made_around(maker: OperatorDifference, origin: Origin) -> bool:
+    return maker.module != origin.module and is_within(origin.module, maker.module)
 
 
 def find_call(execution: Execution, key: CallKey) -> Call | None:

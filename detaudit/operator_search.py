@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from detaudit.compare.classes import is_within
 from detaudit.core.recording import CallKey
 from detaudit.core.records import Origin
 from detaudit.execution import Session
@@ -46,11 +47,14 @@ class OperatorSearch:
         """The operator anywhere in the model that made what ``reader`` was given.
 
         That is the first one that was given equal inputs and made different outputs, where it ran before
-        ``reader``, whose memory was made by operators of the run's own thread.
+        ``reader``, whose memory was made by operators of the run's own thread. Modules of which the output is
+        substituted are passed over: what differs inside them is not handed on.
         """
+        held = {module for module, _ in substitute}
         first: list[Operator] | None = None
         for _ in range(self.attempts):
-            operators = self._operators("", substitute)
+            seen = self._operators("", substitute)
+            operators = [op for op in seen if not any(is_within(op.module, module) for module in held)]
             if first is None:
                 first = operators
                 continue

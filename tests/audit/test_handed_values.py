@@ -104,3 +104,64 @@ def test_memory_that_nobody_wrote_is_uninitialised(tmp_path: Path) -> None:
     [finding] = [f for f in report.findings if f.kind == "uninitialised-memory"]
     assert finding.module == "0"
     assert "aten.sum.dim_IntList inside it reads args[0]" in finding.message
+
+
+@racy
+def test_the_code_around_a_module_is_accused_of_the_parameter_it_swaps_in(tmp_path: Path) -> None:
+    report = run_audit(
+        tmp_path,
+        RACE
+        + """
+class Hyper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8))
+    def forward(self, x):
+        return torch.func.functional_call(self.inner, {"0.weight": race(x)[:8, :8]}, (x[:, :8],))
+def build_model():
+    torch.manual_seed(0)
+    return nn.Sequential(Hyper(), nn.Tanh())
+""",
+    )
+    [origin] = report.origins
+    assert (origin.module, origin.part, origin.operator) == ("0", "own-code", "aten.index_put_.default")
+    assert origin.healed
+
+
+READS = """
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.racing, self.reading = Combine(True), nn.Sequential(READER())
+    def forward(self, x):
+        KEPT["sum"] = self.racing(x)
+        return self.reading(x)
+def build_model(): return Around()
+"""
+
+
+@racy
+def test_a_module_that_reads_what_an_origin_made_is_no_origin(tmp_path: Path) -> None:
+    reader = """
+class Reader(nn.Module):
+    def forward(self, x): return x + KEPT["sum"]
+"""
+    report = run_audit(tmp_path, RACE + reader + READS.replace("READER", "Reader"))
+    [origin] = report.origins
+    assert (origin.module, origin.healed) == ("racing", True)
+    [finding] = [f for f in report.findings if f.kind == "unobserved-producer"]
+    assert finding.module == "reading.0"
+    assert "agrees with the outputs of racing held fixed" in finding.message
+
+
+@racy
+def test_a_module_that_reads_what_an_origin_made_and_races_is_one(tmp_path: Path) -> None:
+    reader = """
+class Reader(nn.Module):
+    def forward(self, x): return race(x + KEPT["sum"])
+"""
+    report = run_audit(tmp_path, RACE + reader + READS.replace("READER", "Reader"))
+    assert [(o.module, o.operator) for o in report.origins] == [
+        ("racing", "aten.index_put_.default"),
+        ("reading.0", "aten.index_put_.default"),
+    ]
