@@ -122,11 +122,14 @@ class CapturePass:
         """The origins with what was measured on them, and what else was noticed."""
         examined: list[Origin] = []
         findings: list[Finding] = []
+        # What an origin leaves in its state or in its arguments is not held.
+        held_whole = all(site.startswith("out") for origin in self.origins for site in origin.sites)
+        healed = self.healed if self.healed or held_whole else None
         for origin, key in zip(self.origins, self.keys, strict=True):
             numbers = self._numbers(key)
             fixed = self._fixed(but=key)
             operator = self._search.inside(origin, fixed) if self._captured(key).reason is None else None
-            looked_at = replace(numbers.onto(origin), isolated=self._isolated(key), healed=self.healed)
+            looked_at = replace(numbers.onto(origin), isolated=self._isolated(origin), healed=healed)
             if operator is not None:
                 given = operator.kind == "inputs"
                 maker = self._search.before(operator, fixed) if given else None
@@ -206,12 +209,14 @@ class CapturePass:
             return []
         return [self._run(substitute=self._fixed()) for _ in range(HELD_RUNS)]
 
-    def _isolated(self, key: CallKey) -> bool | None:
-        """Whether the module alone gives different bits for the captured inputs."""
-        captured = self._captured(key)
-        module = self.session.module_at(key[0])
+    def _isolated(self, origin: Origin) -> bool | None:
+        """Whether the module alone returns different bits for the captured inputs."""
+        captured = self._captured((origin.module, origin.call))
+        module = self.session.module_at(origin.module)
         if module is None or captured.reason is not None or captured.args is None:
             return None
+        if not any(site.startswith("out") for site in origin.sites):
+            return None  # what it returns agrees anyhow
         outputs: set[Record] = set()
         with contextlib.ExitStack() as stack:
             if not self.session.target.wants_grad:

@@ -15,6 +15,7 @@ from detaudit.analysis import analyze_trace, coverage, key_of, merge
 from detaudit.capture import CapturePass, Handed
 from detaudit.compare.classes import is_within
 from detaudit.compare.handed import HANDED
+from detaudit.compare.state import RACING
 from detaudit.confirmation import confirm_kernels
 from detaudit.core.errors import UsageError
 from detaudit.core.recording import HELD_FIXED, HISTORY, HOOKS_OFF, SUPERSEDED, CallKey
@@ -23,6 +24,7 @@ from detaudit.environment import environment
 from detaudit.execution import Session
 from detaudit.hooks import generators
 from detaudit.hooks.generator_survey import Survey, survey
+from detaudit.operator_search import OperatorSearch
 from detaudit.options import Options
 from detaudit.output import TargetOutput
 from detaudit.progress import Progress
@@ -61,6 +63,7 @@ class FunctionAudit:
         self.output = TargetOutput(writer.path)
         self.findings: list[Finding] = []
         self._held = 0
+        self._racing: set[str] = set()
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -112,6 +115,8 @@ class FunctionAudit:
         if report.verdict == "nondeterministic":
             if self._survey():
                 report = self._analyze()
+            if self._races(report):
+                report = self._analyze()
             if report.origins:
                 examined = self._examine(report)
                 report = self._analyze()
@@ -162,7 +167,7 @@ class FunctionAudit:
     def _examine(self, report: Report) -> dict[CallKey, Origin]:
         """The capture pass, again without the origins that it finds to be handed what differs."""
         self.progress.begin("capturing the origins", None)
-        origins = _to_capture(report)
+        origins = self._to_capture(report)
         handed: list[Handed] = []
         while origins:
             captures = self._capture(origins)
@@ -178,6 +183,27 @@ class FunctionAudit:
         self.writer.set_meta("not_captured", not_captured)
         return {key_of(origin): origin for origin in examined}
 
+    def _to_capture(self, report: Report) -> list[Origin]:
+        """Origins that are not explained by what their module remembers alone."""
+        remember = {finding.module for finding in report.findings if finding.kind == "history-dependent"}
+        return [origin for origin in report.origins if origin.module not in remember - self._racing]
+
+    def _races(self, report: Report) -> bool:
+        """Look for modules that race and remember what the race made: their state is not the cause."""
+        remembering = [origin for origin in report.origins if origin not in self._to_capture(report)]
+        if not remembering:
+            return False
+        self.progress.begin("looking at what is remembered", None)
+        search = OperatorSearch(self.session, self._tapped, max(10, self.options.runs))
+        found = [(origin.module, search.inside(origin, {})) for origin in remembering]
+        self._racing = {module for module, operator in found if operator and operator.kind == "outputs"}
+        self.writer.set_meta(RACING, sorted(self._racing))
+        return bool(self._racing)
+
+    def _tapped(self, **options: Any) -> None:
+        self.session.execute(condition="capture", **options)
+        self.progress.advance()
+
     def _capture(self, origins: list[Origin]) -> CapturePass:
         """For the origins and for those that show only once the others are held fixed."""
         attempts = max(10, self.options.runs)
@@ -188,18 +214,18 @@ class FunctionAudit:
             self._held += 1
             for held in captures.held:
                 self.writer.add_run(replace(held.run, condition=f"{HELD_FIXED}-{self._held}"))
-            found = _to_capture(self._analyze())
+            found = self._to_capture(self._analyze())
             if {key_of(origin) for origin in found} <= set(captures.keys):
                 break
             captures = CapturePass(self.session, found, attempts=attempts, advance=self.progress.advance)
         return captures
 
     def _without(self, handed: Sequence[Handed]) -> tuple[list[Handed], list[Origin]]:
-        """The origins without those that were handed what differs, where others are accused in their place."""
+        """The origins but for those that were handed what differs, where others are accused instead."""
         accused = list(handed)
         while True:
             self.writer.set_meta(HANDED, [[item.module, item.maker] for item in accused])
-            origins = _to_capture(self._analyze())
+            origins = self._to_capture(self._analyze())
             explained = [item for item in accused if _is_explained(item, origins)]
             if len(explained) == len(accused):
                 return accused, origins
@@ -245,12 +271,6 @@ def _told(handed: Sequence[Handed], origins: Sequence[Origin]) -> Iterator[Findi
                 "not observed (a global, a closure, a changed parameter, an argument that cannot be seen)"
             )
             yield Finding("unobserved-producer", item.module, message)
-
-
-def _to_capture(report: Report) -> list[Origin]:
-    """Origins that are not explained by what their module remembers."""
-    remember = {finding.module for finding in report.findings if finding.kind == "history-dependent"}
-    return [origin for origin in report.origins if origin.module not in remember]
 
 
 @contextlib.contextmanager

@@ -165,3 +165,47 @@ class Reader(nn.Module):
         ("racing", "aten.index_put_.default"),
         ("reading.0", "aten.index_put_.default"),
     ]
+
+
+POOL = """
+class Filling(nn.Module):
+    def __init__(self, pool):
+        super().__init__()
+        self.pool = pool
+        self.steps = 0
+    def forward(self, x):
+        self.pool.zero_()
+        self.pool.index_put_((TABLE.target,), x.repeat(8, 1), accumulate=True)
+        self.steps += COUNT
+        return x
+class Reading(nn.Module):
+    def __init__(self, pool):
+        super().__init__()
+        self.pool = pool
+    def forward(self, x):
+        return x + self.pool
+def build_model():
+    pool = torch.zeros(inputs().shape)
+    return nn.Sequential(Filling(pool), Reading(pool))
+"""
+
+
+@racy
+def test_what_a_race_left_behind_is_not_the_cause_of_the_race(tmp_path: Path) -> None:
+    report = run_audit(tmp_path, RACE + POOL.replace("COUNT", "0"))
+    [origin] = report.origins
+    assert (origin.module, origin.sites) == ("0", ("attr.pool",))
+    assert origin.operator == "aten.index_put_.default"
+    assert "adds from several threads at once" in why(origin)
+    assert origin.isolated is None
+    assert origin.healed is None
+    assert "history-dependent" not in kinds(report)
+
+
+@racy
+def test_a_counter_beside_a_race_is_still_told(tmp_path: Path) -> None:
+    report = run_audit(tmp_path, RACE + POOL.replace("COUNT", "1"))
+    [origin] = report.origins
+    assert origin.operator == "aten.index_put_.default"
+    [finding] = [f for f in report.findings if f.kind == "history-dependent"]
+    assert finding.message.endswith("not written in the run: attr.steps")
