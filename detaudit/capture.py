@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from detaudit.compare.classes import is_within
 from detaudit.core.digest import NotObservable, digest, parts
 from detaudit.core.errors import DetauditError
 from detaudit.core.numbers import Difference, difference
@@ -27,20 +28,40 @@ from detaudit.hooks import generators
 from detaudit.hooks.capture import CapturedCall, copy_of
 from detaudit.hooks.observe import observe
 from detaudit.hooks.operator_inputs import OperatorInputs
-from detaudit.hooks.operators import OperatorDifference, OperatorTap, first_differing, within
+from detaudit.hooks.operators import OperatorDifference, within
 from detaudit.hooks.tree import flatten
-from detaudit.mechanisms import mechanism
+from detaudit.operator_search import OperatorSearch, explanation
 
 Tensors = list[tuple[str, Tensor]]
 
 ISOLATED_RUNS = 20
 HELD_RUNS = 4
+UNLIKELY = 0.01
+"""How probable it may at most be that an origin differs by itself and was not seen to."""
+AGREES = (
+    "nothing inside it differs while the outputs of the other origins are held fixed: it may have been "
+    "handed a value that was not observed"
+)
 NO_NUMBERS = "no run of the capture pass differed for equal inputs"
 
 
 @dataclass(frozen=True, slots=True)
+class Handed:
+    """A module that differs only because of what it was handed in a way that was not observed.
+
+    ``maker``: the module around it in whose own code the value was made; None: another origin made it.
+    """
+
+    module: str
+    maker: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Numbers:
-    """How far an origin's outputs are apart, over all sites that differ; ``reason``: why there are none."""
+    """How far an origin's outputs are apart, over all sites that differ; ``reason``: why there are none.
+
+    ``agreeing``: runs with equal inputs that agreed, the outputs of all other origins being held fixed.
+    """
 
     max_ulp: int | None = None
     max_abs: float | None = None
@@ -49,6 +70,7 @@ class Numbers:
     has_nan: bool = False
     order_only: bool = False
     reason: str | None = None
+    agreeing: int = 0
 
     def onto(self, origin: Origin) -> Origin:
         return replace(
@@ -83,7 +105,9 @@ class CapturePass:
         self.advance = advance
         self.keys = [(origin.module, origin.call) for origin in origins]
         self.operators: list[tuple[Origin, OperatorInputs]] = []
+        self.handed: list[Handed] = []
         self._budget = session.options.capture_bytes
+        self._search = OperatorSearch(session, self._run, attempts)
         self.reference = self._run(capture=self.keys)
         self.held = self._hold()
 
@@ -98,17 +122,27 @@ class CapturePass:
         """The origins with what was measured on them, and what else was noticed."""
         examined: list[Origin] = []
         findings: list[Finding] = []
+        # What an origin leaves in its state or in its arguments is not held.
+        held_whole = all(site.startswith("out") for origin in self.origins for site in origin.sites)
+        healed = self.healed if self.healed or held_whole else None
         for origin, key in zip(self.origins, self.keys, strict=True):
             numbers = self._numbers(key)
-            operator = self._operator(origin) if self._captured(key).reason is None else None
-            looked_at = replace(numbers.onto(origin), isolated=self._isolated(key), healed=self.healed)
+            fixed = self._fixed(but=key)
+            operator = self._search.inside(origin, fixed) if self._captured(key).reason is None else None
+            looked_at = replace(numbers.onto(origin), isolated=self._isolated(origin), healed=healed)
+            if operator is not None:
+                given = operator.kind == "inputs"
+                maker = self._search.before(operator, fixed) if given else None
+                looked_at = replace(looked_at, mechanism=explanation(operator, maker))
+                if maker is not None and _made_around(maker, origin) and looked_at.isolated is False:
+                    self.handed.append(Handed(origin.module, maker.module))
+            elif numbers.agreeing and key != self.keys[0] and looked_at.isolated is False:
+                looked_at = replace(looked_at, mechanism=AGREES)
+                if self._is_handed(origin, numbers):
+                    self.handed.append(Handed(origin.module))
             if operator is not None and operator.kind == "outputs":
-                looked_at = replace(
-                    looked_at, operator=operator.operator, mechanism=mechanism(operator.operator)
-                )
+                looked_at = replace(looked_at, operator=operator.operator)
                 self._keep_operator(origin, operator)
-            elif operator is not None and operator.kind == "host":
-                looked_at = replace(looked_at, mechanism=_from_host(operator))
             examined.append(looked_at)
             findings += _noticed(origin, numbers, operator)
         return tuple(examined), findings
@@ -131,32 +165,25 @@ class CapturePass:
         if captured.reason is not None:
             return Numbers(reason=captured.reason)
         expected = find_call(self.reference, key)
+        agreeing = 0
         for _ in range(self.attempts):
             again = self._run(capture=[key], substitute=self._fixed(but=key))
             call, kept = find_call(again, key), again.captured.get(key)
             if call is None or expected is None or kept is None or kept.reason is not None:
                 continue
-            if (call.args, call.state) == (expected.args, expected.state) and call.out != expected.out:
-                return numbers_of(tensors_of(captured.output), tensors_of(kept.output))
-        return Numbers(reason=f"{NO_NUMBERS} ({self.attempts} runs)")
-
-    def _operator(self, origin: Origin) -> OperatorDifference | None:
-        """The first operator inside the origin that differs."""
-        key = (origin.module, origin.call)
-        first: list[Any] | None = None
-        for _ in range(self.attempts):
-            tap = OperatorTap(
-                self.session.digester, within(self.session.recorder.current_call, [origin.module])
-            )
-            self._run(around=tap, substitute=self._fixed(but=key))
-            operators = [op for op in tap.operators() if op.call == origin.call or op.module != origin.module]
-            if first is None:
-                first = operators
+            if (call.args, call.state) != (expected.args, expected.state):
                 continue
-            found = first_differing(first, operators)
-            if found is not None:
-                return found
-        return None
+            if call.out != expected.out:
+                return numbers_of(tensors_of(captured.output), tensors_of(kept.output))
+            agreeing += 1
+        return Numbers(reason=f"{NO_NUMBERS} ({self.attempts} runs)", agreeing=agreeing)
+
+    def _is_handed(self, origin: Origin, numbers: Numbers) -> bool:
+        """Whether so many runs would hardly all agree if it differed by itself as often as it did before."""
+        compared = self.session.options.runs - 1
+        if origin.condition is not None or not compared:
+            return False
+        return (1 - origin.runs_differing / compared) ** numbers.agreeing < UNLIKELY
 
     def _keep_operator(self, origin: Origin, operator: OperatorDifference) -> None:
         """Once more, with copies of what that operator is handed: it can then be repeated alone.
@@ -182,12 +209,14 @@ class CapturePass:
             return []
         return [self._run(substitute=self._fixed()) for _ in range(HELD_RUNS)]
 
-    def _isolated(self, key: CallKey) -> bool | None:
-        """Whether the module alone gives different bits for the captured inputs."""
-        captured = self._captured(key)
-        module = self.session.module_at(key[0])
+    def _isolated(self, origin: Origin) -> bool | None:
+        """Whether the module alone returns different bits for the captured inputs."""
+        captured = self._captured((origin.module, origin.call))
+        module = self.session.module_at(origin.module)
         if module is None or captured.reason is not None or captured.args is None:
             return None
+        if not any(site.startswith("out") for site in origin.sites):
+            return None  # what it returns agrees anyhow
         outputs: set[Record] = set()
         with contextlib.ExitStack() as stack:
             if not self.session.target.wants_grad:
@@ -205,6 +234,10 @@ class CapturePass:
                 self.session.digester.finish()
                 outputs.add(pending.resolve()[0])
         return len(outputs) > 1
+
+
+def _made_around(maker: OperatorDifference, origin: Origin) -> bool:
+    return maker.module != origin.module and is_within(origin.module, maker.module)
 
 
 def find_call(execution: Execution, key: CallKey) -> Call | None:
@@ -250,13 +283,6 @@ def combine(differences: Iterable[Difference]) -> Numbers:
     )
 
 
-def _from_host(operator: OperatorDifference) -> str:
-    return (
-        f"{operator.operator} is given host values that differ ({', '.join(operator.sites)}): a clock, an "
-        "address, the order of a set, or a generator that was not put back"
-    )
-
-
 def _noticed(origin: Origin, numbers: Numbers, operator: OperatorDifference | None) -> list[Finding]:
     module = origin.module
     found: list[Finding] = []
@@ -268,13 +294,10 @@ def _noticed(origin: Origin, numbers: Numbers, operator: OperatorDifference | No
     if numbers.order_only:
         message = "its outputs hold the same rows in another order: something collects without a fixed order"
         found.append(Finding("order-only", module, message))
-    # Where the origin itself was handed something that nobody saw, that is what may differ.
-    seen_whole = origin.mechanism is None
-    if operator is not None and operator.kind == "inputs" and seen_whole:
+    if operator is not None and operator.kind == "unwritten":
         message = (
-            f"{operator.operator} inside it reads {', '.join(operator.sites)}, which differs although no "
-            "operator made it so: memory that nothing has written, a kernel that torch's dispatcher does "
-            "not see, or data that came from outside torch"
+            f"{operator.operator} inside it reads {', '.join(operator.sites)}, which differs where nothing "
+            "has been written: memory made inside the module, with what it held before"
         )
         found.append(Finding("uninitialised-memory", module, message))
     return found

@@ -101,12 +101,13 @@ class Session:
         )
 
     def module_at(self, path: str) -> nn.Module | None:
-        """The module that reports call ``path``; its wrapper, where it has one."""
+        """The module that reports call ``path``; its wrapper, where it has one. One that only the runs met is
+        found while it is alive."""
         for prefix, root in held_modules(self.model):
             for found, module in named_modules(root, prefix):
                 if found == path:
                     return module
-        return None
+        return self.recorder.module_at(path)
 
     def start_again(self, *, rebuild: bool) -> None:
         """Begin the sequence from the first run; with ``rebuild``, on a fresh model for every run."""

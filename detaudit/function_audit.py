@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from detaudit.analysis import analyze_trace, coverage, key_of, merge
-from detaudit.capture import CapturePass
+from detaudit.capture import CapturePass, Handed
+from detaudit.compare.classes import is_within
+from detaudit.compare.handed import HANDED
+from detaudit.compare.state import RACING
 from detaudit.confirmation import confirm_kernels
 from detaudit.core.errors import UsageError
 from detaudit.core.recording import HELD_FIXED, HISTORY, HOOKS_OFF, SUPERSEDED, CallKey
@@ -21,6 +24,7 @@ from detaudit.environment import environment
 from detaudit.execution import Session
 from detaudit.hooks import generators
 from detaudit.hooks.generator_survey import Survey, survey
+from detaudit.operator_search import OperatorSearch
 from detaudit.options import Options
 from detaudit.output import TargetOutput
 from detaudit.progress import Progress
@@ -59,6 +63,8 @@ class FunctionAudit:
         self.progress = progress
         self.output = TargetOutput(writer.path)
         self.findings: list[Finding] = []
+        self._held = 0
+        self._racing: set[str] = set()
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -111,6 +117,8 @@ class FunctionAudit:
         if report.verdict == "nondeterministic":
             if self._survey():
                 report = self._analyze()
+            if self._races(report):
+                report = self._analyze()
             if report.origins:
                 examined = self._examine(report)
                 report = self._analyze()
@@ -159,27 +167,71 @@ class FunctionAudit:
         return True
 
     def _examine(self, report: Report) -> dict[CallKey, Origin]:
-        """The capture pass, for the origins and for those that show only once the others are held fixed."""
+        """The capture pass, again without the origins that it finds to be handed what differs."""
         self.progress.begin("capturing the origins", None)
-        origins = _to_capture(report)
-        if not origins:
+        origins = self._to_capture(report)
+        handed: list[Handed] = []
+        while origins:
+            captures = self._capture(origins)
+            examined, findings = captures.examine()
+            found, origins = self._without([*handed, *captures.handed])
+            grown, handed = len(found) > len(handed), found
+            if not grown:
+                break
+        else:
             return {}
-        attempts = max(10, self.options.runs)
-        captures = CapturePass(self.session, origins, attempts=attempts, advance=self.progress.advance)
-        for number in range(1, LOOKS_BEHIND + 1):
-            if captures.healed is not False:
-                break
-            for held in captures.held:
-                self.writer.add_run(replace(held.run, condition=f"{HELD_FIXED}-{number}"))
-            found = _to_capture(self._analyze())
-            if {key_of(origin) for origin in found} <= set(captures.keys):
-                break
-            captures = CapturePass(self.session, found, attempts=attempts, advance=self.progress.advance)
-        examined, findings = captures.examine()
-        self.findings += findings
+        self.findings += [*findings, *_told(handed, origins)]
         not_captured = save_operators(captures.operators, captures_dir(self.writer.path))
         self.writer.set_meta("not_captured", not_captured)
         return {key_of(origin): origin for origin in examined}
+
+    def _to_capture(self, report: Report) -> list[Origin]:
+        """Origins that are not explained by what their module remembers alone."""
+        remember = {finding.module for finding in report.findings if finding.kind == "history-dependent"}
+        return [origin for origin in report.origins if origin.module not in remember - self._racing]
+
+    def _races(self, report: Report) -> bool:
+        """Look for modules that race and remember what the race made: their state is not the cause."""
+        remembering = [origin for origin in report.origins if origin not in self._to_capture(report)]
+        if not remembering:
+            return False
+        self.progress.begin("looking at what is remembered", None)
+        search = OperatorSearch(self.session, self._tapped, max(10, self.options.runs))
+        found = [(origin.module, search.inside(origin, {})) for origin in remembering]
+        self._racing = {module for module, operator in found if operator and operator.kind == "outputs"}
+        self.writer.set_meta(RACING, sorted(self._racing))
+        return bool(self._racing)
+
+    def _tapped(self, **options: Any) -> None:
+        self.session.execute(condition="capture", **options)
+        self.progress.advance()
+
+    def _capture(self, origins: list[Origin]) -> CapturePass:
+        """For the origins and for those that show only once the others are held fixed."""
+        attempts = max(10, self.options.runs)
+        captures = CapturePass(self.session, origins, attempts=attempts, advance=self.progress.advance)
+        for _ in range(LOOKS_BEHIND):
+            if captures.healed is not False:
+                break
+            self._held += 1
+            for held in captures.held:
+                self.writer.add_run(replace(held.run, condition=f"{HELD_FIXED}-{self._held}"))
+            found = self._to_capture(self._analyze())
+            if {key_of(origin) for origin in found} <= set(captures.keys):
+                break
+            captures = CapturePass(self.session, found, attempts=attempts, advance=self.progress.advance)
+        return captures
+
+    def _without(self, handed: Sequence[Handed]) -> tuple[list[Handed], list[Origin]]:
+        """The origins but for those that were handed what differs, where others are accused instead."""
+        accused = list(handed)
+        while True:
+            self.writer.set_meta(HANDED, [[item.module, item.maker] for item in accused])
+            origins = self._to_capture(self._analyze())
+            explained = [item for item in accused if _is_explained(item, origins)]
+            if len(explained) == len(accused):
+                return accused, origins
+            accused = explained
 
     def _history(self) -> None:
         """The same sequence in two fresh processes, with this one's model out of the way."""
@@ -206,10 +258,21 @@ class FunctionAudit:
             self.progress.advance()
 
 
-def _to_capture(report: Report) -> list[Origin]:
-    """Origins that are not explained by what their module remembers."""
-    remember = {finding.module for finding in report.findings if finding.kind == "history-dependent"}
-    return [origin for origin in report.origins if origin.module not in remember]
+def _is_explained(handed: Handed, origins: Sequence[Origin]) -> bool:
+    return any(handed.maker is None or is_within(origin.module, handed.maker) for origin in origins)
+
+
+def _told(handed: Sequence[Handed], origins: Sequence[Origin]) -> Iterator[Finding]:
+    """What is said of modules that read what another origin made."""
+    names = ", ".join(origin.module or "the root" for origin in origins)
+    for item in handed:
+        if item.maker is None:
+            message = (
+                f"{item.module} gives different outputs for equal arguments and own state, and agrees with "
+                f"the outputs of {names} held fixed: it reads what was made from them in a way that was "
+                "not observed (a global, a closure, a changed parameter, an argument that cannot be seen)"
+            )
+            yield Finding("unobserved-producer", item.module, message)
 
 
 @contextlib.contextmanager

@@ -90,6 +90,7 @@ class Names:
 
     def __init__(self) -> None:
         self.attached = False
+        self.several = False
         self.trees: list[tuple[Tree, weakref.ref[nn.Module]]] = []
         self._places: dict[int, tuple[weakref.ref[nn.Module], Place]] = {}
         self._by_hooks: dict[int, tuple[weakref.ref[nn.Module], Place]] = {}
@@ -97,7 +98,7 @@ class Names:
     def fork(self) -> Names:
         """The same names; what is added to the copy is not added here."""
         names = Names()
-        names.attached = self.attached
+        names.attached, names.several = self.attached, self.several
         names.trees = list(self.trees)
         names._places, names._by_hooks = dict(self._places), dict(self._by_hooks)
         return names
@@ -185,14 +186,20 @@ class Names:
         return None
 
     def live_name(self, place: Place) -> str:
-        """The name while the run goes on: the first outermost module met is taken for the only one."""
+        """The name while the run goes on: the first outermost module met is taken for the only one.
+
+        Unless ``several`` is set, because the run before this one met more than one.
+        """
         if place.tree.prefix == "":
             return place.path
-        return place.name(alone=not self.attached and place.tree is self.trees[0][0])
+        alone = not self.attached and not self.several and place.tree is self.trees[0][0]
+        return place.name(alone)
 
     def live_names(self, place: Place) -> tuple[str, ...]:
         """Every name that ``place`` may have in the end."""
-        return (self.live_name(place),) if self.attached else (self.live_name(place), place.name(alone=False))
+        if self.attached:
+            return (self.live_name(place),)
+        return place.name(alone=place.tree is self.trees[0][0]), place.name(alone=False)
 
     def _look_again(self, module: nn.Module) -> None:
         for tree, ref in list(self.trees):

@@ -11,13 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from detaudit.core.digest import Digester
 from detaudit.core.recording import SCALAR_PREFIX, CallKey, Record
 from detaudit.hooks.dispatch import Watcher
-from detaudit.hooks.observe import PendingRecord, generator_states, observe
+from detaudit.hooks.made_memory import MadeMemory
+from detaudit.hooks.observe import PendingRecord, generator_states, observe_leaves
+from detaudit.hooks.tree import flatten
 
 OPERATOR_LIMIT = 200_000
+Kind = Literal["outputs", "unwritten", "changed", "inputs", "host", "sequence"]
 
 _UNINITIALISED = frozenset(
     {
@@ -68,6 +72,9 @@ class Operator:
         outputs: what it returned (``out``) and the inputs it wrote to (``mutated.args[0]``). Empty for views
             and for uninitialised memory.
         error: the exception's class name, if it raised.
+        written: of inputs whose memory an operator recorded before made without contents (``aten.empty``),
+            what has been written there: zeros stand for what is as it was.
+        made: sites of inputs whose memory an operator recorded before made.
     """
 
     name: str
@@ -77,6 +84,8 @@ class Operator:
     inputs: Record
     outputs: Record
     error: str | None = None
+    written: Record = ()
+    made: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +95,13 @@ class OperatorDifference:
     Args:
         operator, module, call, index: where, in the first of the two runs.
         occurrence: 0 for the first operator of this name in the module call, then 1, ...
-        kind: ``outputs``, it was given equal inputs and made different outputs. ``inputs``, it was given
-            different inputs although nothing seen before made them: uninitialised memory, or a kernel that
-            torch's dispatcher does not see. ``host``, it was given equal tensors, and host scalars, host data
-            or generator states that differ. ``sequence``, another operator (or none) ran in its place.
+        kind: ``outputs``, it was given equal inputs and made different outputs. ``unwritten``, it was given
+            memory that recorded operators made, and that differs only where nothing has written to it.
+            ``changed``, it was given memory that recorded operators made, and that something else wrote to: a
+            kernel that torch's dispatcher does not see, another thread. ``inputs``, it was given different
+            inputs, made where nothing was recorded. ``host``, it was given equal tensors, and host scalars,
+            host data or generator states that differ. ``sequence``, another operator (or none) ran in its
+            place.
         sites: the sites that differ; empty for ``sequence``.
     """
 
@@ -98,7 +110,7 @@ class OperatorDifference:
     call: int
     index: int
     occurrence: int
-    kind: Literal["outputs", "inputs", "host", "sequence"]
+    kind: Kind
     sites: tuple[str, ...] = ()
 
 
@@ -108,6 +120,8 @@ class _Seen:
     at: CallKey
     index: int
     inputs: PendingRecord
+    written: PendingRecord
+    made: frozenset[str]
     outputs: PendingRecord = field(default_factory=PendingRecord)
     error: str | None = None
 
@@ -134,6 +148,7 @@ class OperatorTap(Watcher):  # type: ignore[no-untyped-call]
         self._limit = limit
         self._seen: list[_Seen] = []
         self._counts: dict[CallKey, int] = {}
+        self._memory = MadeMemory()
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at = self._call()
@@ -145,7 +160,11 @@ class OperatorTap(Watcher):  # type: ignore[no-untyped-call]
         index = self._counts.get(at, 0)
         self._counts[at] = index + 1
         traits = _traits(func)
-        seen = _Seen(str(func), at, index, self._inputs(traits, args, kwargs))
+        leaves = _read(traits, args, kwargs)
+        tensors = [(site, leaf) for site, leaf in leaves if isinstance(leaf, Tensor)]
+        made = frozenset(site for site, tensor in tensors if self._memory.made(tensor))
+        inputs, written = observe_leaves(leaves, self._digester), self._written(tensors)
+        seen = _Seen(str(func), at, index, inputs, written, made)
         self._seen.append(seen)
         try:
             result = func(*args, **kwargs)
@@ -153,23 +172,28 @@ class OperatorTap(Watcher):  # type: ignore[no-untyped-call]
             seen.error = type(error).__name__
             raise
         seen.outputs = self._outputs(traits, args, kwargs, result)
+        self._memory.follow(_tensors((args, kwargs)), _tensors(result), traits.leaves_unwritten)
         return result
 
     def operators(self) -> list[Operator]:
         """What was recorded, in order; only after the digester's ``finish()``."""
         return [
-            Operator(s.name, *s.at, s.index, s.inputs.resolve()[0], s.outputs.resolve()[0], s.error)
+            Operator(
+                s.name,
+                *s.at,
+                s.index,
+                s.inputs.resolve()[0],
+                s.outputs.resolve()[0],
+                s.error,
+                s.written.resolve()[0],
+                s.made,
+            )
             for s in self._seen
         ]
 
-    def _inputs(self, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingRecord:
-        read = {f"[{i}]": a for i, a in enumerate(args) if traits.reads(i)}
-        named = {key: a for key, a in kwargs.items() if traits.reads(key)}
-        record = _observe({f"args{key}": value for key, value in read.items()}, self._digester)
-        _extend(record, _observe({f"kwargs.{key}": value for key, value in named.items()}, self._digester))
-        if traits.draws:
-            _extend(record, _observe(dict(generator_states()), self._digester))
-        return record
+    def _written(self, tensors: Sequence[tuple[str, Tensor]]) -> PendingRecord:
+        written = ((site, self._memory.written(tensor)) for site, tensor in tensors)
+        return observe_leaves(((site, bits) for site, bits in written if bits is not None), self._digester)
 
     def _outputs(
         self, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -178,7 +202,8 @@ class OperatorTap(Watcher):  # type: ignore[no-untyped-call]
         written |= {f"mutated.kwargs.{key}": a for key, a in kwargs.items() if traits.writes(key)}
         if traits.returns_new:
             written["out"] = result
-        return _observe(written, self._digester)
+        leaves = (leaf for site, value in written.items() for leaf in flatten(value, site))
+        return observe_leaves(leaves, self._digester)
 
 
 def within(
@@ -231,11 +256,22 @@ def _compare(op: Operator, other: Operator | None, occurrence: int) -> OperatorD
         return OperatorDifference(*place, "sequence")
     if op.inputs != other.inputs:
         sites = _sites(op.inputs, other.inputs)
-        host = op.name in _FROM_HOST or all(map(_is_host(op, other), sites))
-        return OperatorDifference(*place, "host" if host else "inputs", sites)
+        return OperatorDifference(*place, _given(op, other, sites), sites)
     if op.outputs != other.outputs:
         return OperatorDifference(*place, "outputs", _sites(op.outputs, other.outputs))
     return None
+
+
+def _given(op: Operator, other: Operator, sites: Sequence[str]) -> Kind:
+    """What kind of difference it was given at these sites."""
+    is_host = _is_host(op, other)
+    tensors = [site for site in sites if not is_host(site)]
+    if op.name in _FROM_HOST or not tensors:
+        return "host"
+    ours, theirs = dict(op.written), dict(other.written)
+    if all(site in ours and ours[site] == theirs.get(site) for site in tensors):
+        return "unwritten"
+    return "changed" if {*tensors} <= op.made & other.made else "inputs"
 
 
 def _is_host(op: Operator, other: Operator) -> Callable[[str], bool]:
@@ -270,6 +306,7 @@ class _Traits:
     written: frozenset[int | str] | None
     unread: frozenset[int | str]
     returns_new: bool
+    leaves_unwritten: bool
     draws: bool
 
     def writes(self, argument: int | str) -> bool:
@@ -284,7 +321,7 @@ def _traits(func: Any) -> _Traits:
     schema = getattr(func, "_schema", None)
     draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     if schema is None:
-        return _Traits(None, frozenset(), True, draws)
+        return _Traits(None, frozenset(), True, False, draws)
     written: set[int | str] = set()
     unread: set[int | str] = set()
     for index, argument in enumerate(schema.arguments):
@@ -298,17 +335,18 @@ def _traits(func: Any) -> _Traits:
     view = alias and not written and str(func) not in _FROM_HOST
     if view or schema.name.endswith("_like") or schema.name.startswith("aten::new_"):
         unread |= {0, schema.arguments[0].name}  # the size and the strides are all they look at
-    returns_new = schema.name not in _UNINITIALISED and not alias
-    return _Traits(frozenset(written) if trusted else None, frozenset(unread), returns_new, draws)
+    unwritten = schema.name in _UNINITIALISED
+    returns_new = not unwritten and not alias
+    return _Traits(frozenset(written) if trusted else None, frozenset(unread), returns_new, unwritten, draws)
 
 
-def _observe(values: dict[str, Any], digester: Digester) -> PendingRecord:
-    record = PendingRecord()
-    for site, value in values.items():
-        _extend(record, observe(value, site, digester))
-    return record
+def _read(traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, object]]:
+    """(site, leaf) of all that an operator reads."""
+    read = {f"args[{i}]": a for i, a in enumerate(args) if traits.reads(i)}
+    read |= {f"kwargs.{key}": a for key, a in kwargs.items() if traits.reads(key)}
+    leaves = [leaf for site, value in read.items() for leaf in flatten(value, site)]
+    return leaves + (list(generator_states()) if traits.draws else [])
 
 
-def _extend(record: PendingRecord, other: PendingRecord) -> None:
-    record.entries.extend(other.entries)
-    record.unobserved.extend(other.unobserved)
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for _, leaf in flatten(value, "") if isinstance(leaf, Tensor)]

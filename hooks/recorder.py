@@ -121,6 +121,7 @@ class Recorder:
             run.over = True
             self.digester.finish()
             run.fill(recording)
+            self._names.several = len(run.names.trees) > 1
 
     def current_call(self) -> CallKey | None:
         """(module path, ordinal) of the innermost recorded call open in this thread, for taps."""

@@ -7,12 +7,14 @@ On the CPU, ``index_put_(accumulate=True)`` in fp32 adds from several threads in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from detaudit.core.digest import HostDigester, NotObservable, Pending
 from detaudit.core.recording import Call, Value
@@ -162,6 +164,25 @@ class _Late:
         if not self.ready:
             raise RuntimeError("read before finish()")
         return self._value
+
+
+class LeftOver(TorchDispatchMode):
+    """Fresh memory holds bytes that ``fill`` gives, as if something else had used it before."""
+
+    def __init__(self, fill: Callable[[], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fill = fill
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "empty" in str(func):
+            overwrite(result, self.fill())
+        return result
+
+
+def overwrite(memory: Tensor, fill: int) -> None:
+    """Set every byte; no operator takes part."""
+    ctypes.memset(memory.data_ptr(), fill, memory.nbytes)
 
 
 class RefusingDigester(HostDigester):

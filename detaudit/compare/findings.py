@@ -83,11 +83,13 @@ def stateful(view: TraceView, runs: Sequence[RunColumns]) -> Iterator[Finding]:
 def carried_state(view: TraceView, located: Located) -> Iterator[Finding]:
     """Own state that earlier runs left behind."""
     for item in located.carried:
+        if not item.causes:
+            continue
         path = view.modules[located.aligned.module[item.node]].path
         yield Finding(
             "history-dependent",
             path,
-            f"own state of {_title(path)} differs on entry, not written in the run: {_some(item.sites)}",
+            f"own state of {_title(path)} differs on entry, not written in the run: {_some(item.causes)}",
         )
 
 

@@ -47,7 +47,7 @@ def carried_hidden_state(view: TraceView, aligned: Aligned, runs: Sequence[RunCo
         for owner, sites in _by_owner(view, differing_sites(view, records)).items():
             node = next(iter(_calls(view, aligned, owner)), None)
             if node is not None:
-                found.append(CarriedState(node, tuple(sites)))
+                found.append(CarriedState.of(view, aligned, node, sites))
     return found
 
 

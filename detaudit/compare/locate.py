@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from detaudit.compare import hidden, origins, sources, state
+from detaudit.compare import handed, hidden, origins, sources, state
 from detaudit.compare.align import Aligned, align
 from detaudit.compare.classes import group
 from detaudit.compare.origins import Gaps
@@ -48,7 +48,8 @@ def locate(
     entered = state.EntryState(aligned, set(candidates), differing, carried, unrecorded)
     strict = bool(differing or unrecorded)
     groups = {n: sources.groups(aligned, n, entered(n) if strict else None) for n in candidates}
-    groups = {node: found for node, found in groups.items() if found}
+    excused = handed.excused(view, aligned, runs)
+    groups = {node: found for node, found in groups.items() if found and node not in excused}
     nodes = sources.innermost(aligned, groups.keys() | carried.keys())
     found = origins.describe(view, aligned, nodes, groups, carried, gaps)
     return Located(runs, aligned, nodes, tuple(carried.values()), tuple(found))

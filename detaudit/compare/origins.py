@@ -77,9 +77,9 @@ def _origin(
     if carried is not None:
         groups = [aligned.present(node)]
     part, after, mechanism = _part(view, aligned, node, groups, gaps)
-    if carried is not None:
+    if carried is not None and carried.causes:
         part, after = "module", None
-        mechanism = f"own state that already differed on entry: {', '.join(carried.sites)}"
+        mechanism = f"own state that already differed on entry: {', '.join(carried.causes)}"
     sites, pairs = _sites(view, aligned, node, groups)
     rows, rows_total = _rows(view, pairs)
     return Origin(

@@ -14,15 +14,32 @@ from itertools import takewhile
 from detaudit.compare.align import ABSENT, Aligned
 from detaudit.compare.carryover import began_as_ended, began_differently, visits_of
 from detaudit.compare.sources import unequal
-from detaudit.core.recording import RunColumns, TraceView
+from detaudit.core.recording import SCALAR_PREFIX, RunColumns, TraceView
+
+RACING = "racing"
+"""The entry of a trace's ``meta``: paths of modules in which an operator races on equal operands."""
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedState:
-    """A node entered with own state that earlier runs left behind, and the sites of that state."""
+    """A node entered with own state that earlier runs left behind, and the sites of that state.
+
+    ``causes``: those that can be why it differs, which tensors of a module that itself races are not: what
+    its earlier calls left there differed already.
+    """
 
     node: int
     sites: tuple[str, ...]
+    causes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, view: TraceView, aligned: Aligned, node: int, sites: Sequence[str]) -> CarriedState:
+        racing = view.meta.get(RACING)
+        if not isinstance(racing, (list, tuple)) or view.modules[aligned.module[node]].path not in racing:
+            return cls(node, tuple(sites), tuple(sites))
+        contents = [dict(view.record(aligned.state[k][node])) for k in aligned.present(node)]
+        scalars = (site for site in sites if all(_is_scalar(view, held.get(site)) for held in contents))
+        return cls(node, tuple(sites), tuple(scalars))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +85,7 @@ def carried_state(
             if began_as_ended(visits, site) or (is_first and not began_differently(visits, site))
         )
         if sites:
-            found.append(CarriedState(node, sites))
+            found.append(CarriedState.of(view, aligned, node, sites))
     return found
 
 
@@ -77,6 +94,10 @@ def differing_sites(view: TraceView, records: Iterable[int]) -> tuple[str, ...]:
     contents = [dict(view.record(record)) for record in dict.fromkeys(records)]
     sites = sorted({site for content in contents for site in content})
     return tuple(s for s in sites if len({content.get(s, ABSENT) for content in contents}) > 1)
+
+
+def _is_scalar(view: TraceView, value: int | None) -> bool:
+    return value is None or view.value(value).dtype.startswith(SCALAR_PREFIX)
 
 
 class Differences:

@@ -32,6 +32,23 @@ def test_a_counter_is_an_origin_and_its_container_is_not() -> None:
     assert (finding(report, "history-dependent").module, report.origins[0].part) == ("c", "module")
 
 
+def test_tensors_that_a_racing_module_left_in_its_state_are_no_cause() -> None:
+    def audit(*state: str, **meta: object) -> Report:
+        trace = MemoryTrace(**meta)
+        for index in range(3):
+            before = {site: [index] if site == "attr.pool" else index for site in state}
+            after = {site: [index + 1] if site == "attr.pool" else index + 1 for site in state}
+            trace.add([node("c", "x", after | {"out": index}, state=before)], inputs="x", final=index)
+        return analyze(trace)
+
+    assert "attr.pool" in str(audit("attr.pool").origins[0].mechanism)
+    racing = audit("attr.pool", racing=["c"])
+    assert (origins(racing), racing.origins[0].mechanism) == (["c"], None)
+    assert "history-dependent" not in kinds(racing)
+    counting_too = audit("attr.pool", "attr.step", racing=["c"])
+    assert counting_too.origins[0].mechanism == "own state that already differed on entry: attr.step"
+
+
 def test_a_counter_that_changes_no_output_is_told_and_does_not_decide() -> None:
     trace = MemoryTrace()
     for index in range(3):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 
 import pytest
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from detaudit.core.digest import HostDigester, digest
-from detaudit.core.recording import Value
+from detaudit.core.recording import CallKey, Value
 from detaudit.hooks.operators import Operator, OperatorDifference, OperatorTap, first_differing, within
 from detaudit.hooks.recorder import Recorder
-from tests.support import HIDDEN, TOKENS, LateDigester, Mixture
+from tests.support import HIDDEN, TOKENS, LateDigester, LeftOver, Mixture, overwrite
 
 HERE = ("experts", 0)
 
@@ -147,23 +147,81 @@ def test_random_operators_have_the_generator_state_as_input() -> None:
     assert between.sites == ("kwargs.generator",)
 
 
+def between_fills(function: Callable[[], object]) -> OperatorDifference | None:
+    def run(fill: int) -> list[Operator]:
+        with LeftOver(lambda: fill):
+            return record(function)
+
+    return first_differing(run(1), run(2))
+
+
 def test_uninitialised_memory_is_no_output_and_shows_where_it_is_read() -> None:
-    def read(fill: int) -> list[Operator]:
-        def run() -> Tensor:
-            memory = torch.empty(8)
-            # Stands for whatever the allocator left; no operator takes part.
-            ctypes.memset(memory.data_ptr(), fill, 32)
-            return torch.empty_like(memory).copy_(memory.view(2, 4).flatten()) * 2
+    def read() -> Tensor:
+        memory = torch.empty(8)
+        return torch.empty_like(memory).copy_(memory.view(2, 4).flatten()) * 2
 
-        return record(run)
-
-    difference = first_differing(read(1), read(2))
+    difference = between_fills(read)
     assert difference is not None
     assert (difference.operator, difference.kind, difference.sites) == (
         "aten.copy_.default",
-        "inputs",
+        "unwritten",
         ("args[1]",),
     )
+
+
+def test_memory_that_is_written_in_part_is_uninitialised_in_the_rest() -> None:
+    def read() -> Tensor:
+        memory = torch.empty(8, dtype=torch.float64)
+        memory[:5] = torch.arange(5.0)
+        return memory.sum()
+
+    difference = between_fills(read)
+    assert difference is not None
+    assert (difference.operator, difference.kind) == ("aten.sum.default", "unwritten")
+
+
+def test_memory_that_something_else_wrote_to_is_not_uninitialised() -> None:
+    def run(fill: int, make: Callable[[int], Tensor]) -> list[Operator]:
+        def read() -> Tensor:
+            memory = make(8)
+            overwrite(memory[2:], fill)  # such as a kernel that is called directly
+            return memory * 2
+
+        return record(read)
+
+    for make in (torch.empty, torch.zeros):
+        difference = first_differing(run(1, make), run(2, make))
+        assert difference is not None
+        assert (difference.operator, difference.kind) == ("aten.mul.Tensor", "changed")
+
+
+def test_tensors_made_where_nothing_is_recorded_are_not_uninitialised() -> None:
+    def run(fill: int) -> list[Operator]:
+        at: CallKey | None = None
+        tap = OperatorTap(HostDigester(), lambda: at)
+        with LeftOver(lambda: fill), tap:
+            outside = torch.empty(8)
+            at = HERE
+            with ThreadPoolExecutor(1) as pool:
+                elsewhere = pool.submit(torch.full, (8,), float(fill)).result()
+            outside + 1
+            elsewhere * 2
+        return tap.operators()
+
+    a, b = run(1), run(2)
+    assert first_differing(a, b) == OperatorDifference("aten.add.Tensor", *HERE, 0, 0, "inputs", ("args[0]",))
+    assert first_differing(a[1:], b[1:]) == OperatorDifference(
+        "aten.mul.Tensor", *HERE, 1, 0, "inputs", ("args[0]",)
+    )
+
+
+def test_memory_is_told_from_other_memory_at_its_former_place() -> None:
+    def read() -> Tensor:
+        for _ in range(3000):
+            torch.empty(8)
+        return torch.zeros(8) + 1
+
+    assert between_fills(read) is None
 
 
 def test_host_values_are_no_uninitialised_memory() -> None:
