@@ -19,10 +19,10 @@ from torch import nn
 
 from detaudit import auditing
 from detaudit.core.errors import TargetInvalid, UsageError
+from detaudit.core.options import DEFAULT_CAPTURE_BYTES, DEFAULT_KERNEL_RUNS, DEFAULT_RUNS, Options
 from detaudit.core.recording import HOOKS_OFF, IN_PROCESS
 from detaudit.core.records import Report
 from detaudit.hooks.names import held_modules
-from detaudit.options import DEFAULT_CAPTURE_BYTES, DEFAULT_KERNEL_RUNS, DEFAULT_RUNS, Options
 from detaudit.progress import Progress
 from detaudit.target import LoadedTarget, TargetSpec, resolve
 

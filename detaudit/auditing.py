@@ -15,9 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+from detaudit.core.options import Options
 from detaudit.core.records import Report
 from detaudit.function_audit import FunctionAudit
-from detaudit.options import Options
 from detaudit.progress import Progress, Silent
 from detaudit.script_audit import ScriptAudit
 from detaudit.target import LoadedTarget, TargetSpec

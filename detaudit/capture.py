@@ -21,7 +21,7 @@ from detaudit.compare.classes import is_within
 from detaudit.core.digest import NotObservable, digest, parts
 from detaudit.core.errors import DetauditError
 from detaudit.core.numbers import Difference, difference
-from detaudit.core.recording import Call, CallKey, Record
+from detaudit.core.recording import SCALAR_PREFIX, Call, CallKey, Record
 from detaudit.core.records import Finding, Origin
 from detaudit.execution import Execution, Session
 from detaudit.hooks import generators
@@ -171,7 +171,7 @@ class CapturePass:
             call, kept = find_call(again, key), again.captured.get(key)
             if call is None or expected is None or kept is None or kept.reason is not None:
                 continue
-            if (call.args, call.state) != (expected.args, expected.state):
+            if entered_with(call) != entered_with(expected):
                 continue
             if call.out != expected.out:
                 return numbers_of(tensors_of(captured.output), tensors_of(kept.output))
@@ -332,8 +332,21 @@ def keep(execution: Execution) -> dict[CallKey, Kept]:
             kept[key] = Kept("", "", [], captured.reason or "the call did not happen again")
         else:
             tensors = tensors_of(captured.output)
-            kept[key] = Kept(_fingerprint((*call.args, *call.state)), _fingerprint(call.out), tensors)
+            kept[key] = Kept(_fingerprint(entered_with(call)), _fingerprint(call.out), tensors)
     return kept
+
+
+def entered_with(call: Call) -> Record:
+    """Arguments and own state, but for host scalars in attributes: a counter of calls never agrees."""
+    return (*call.args, *_uncounted(call.state))
+
+
+def _uncounted(record: Record) -> Record:
+    return tuple(
+        (site, value)
+        for site, value in record
+        if not (site.startswith("attr.") and value.dtype.startswith(SCALAR_PREFIX))
+    )
 
 
 def _fingerprint(record: Record) -> str:
@@ -347,7 +360,7 @@ def _agree(a: Execution, b: Execution, origins: Sequence[CallKey]) -> bool:
     inside = tuple(f"{module}." for module, _ in origins)
     held = {module for module, _ in origins}
     return all(
-        (x.args, x.state, x.out) == (y.args, y.state, y.out)
+        (entered_with(x), _uncounted(x.out)) == (entered_with(y), _uncounted(y.out))
         for x, y in zip(a.run.calls, b.run.calls, strict=True)
         if x.module not in held and not x.module.startswith(inside)
     )

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from detaudit.core.options import Options
 from detaudit.core.records import Finding, KernelReport, Report
 from detaudit.execution import Session
 from detaudit.kernel_calls import ENTRIES, kernel_tap, not_kept, save_cases
 from detaudit.kernels.cases import Case
 from detaudit.kernels.confirm import confirm
-from detaudit.options import Options
 from detaudit.progress import Counted, Progress
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from detaudit.core.digest import Digester, make_digester
 from detaudit.core.errors import TargetInvalid
+from detaudit.core.options import Options
 from detaudit.core.recording import HOOKS_OFF, IN_PROCESS, Record, Run
 from detaudit.hooks import generators
 from detaudit.hooks.capture import CapturedCall
@@ -24,7 +25,6 @@ from detaudit.hooks.observe import PendingRecord, observe
 from detaudit.hooks.parameters import gradient_record, parameter_record
 from detaudit.hooks.recorder import Recorder
 from detaudit.hooks.snapshot import Gradients, Snapshot
-from detaudit.options import Options
 from detaudit.target import LoadedTarget, TargetSpec, check_inputs, check_model, import_context, target_errors
 
 Unobserved = tuple[tuple[str, str, str], ...]

@@ -18,6 +18,7 @@ from detaudit.compare.handed import HANDED
 from detaudit.compare.state import RACING
 from detaudit.confirmation import confirm_kernels
 from detaudit.core.errors import UsageError
+from detaudit.core.options import Options
 from detaudit.core.recording import HELD_FIXED, HISTORY, HOOKS_OFF, SUPERSEDED, CallKey
 from detaudit.core.records import Finding, Origin, Report
 from detaudit.environment import environment
@@ -25,7 +26,6 @@ from detaudit.execution import Session
 from detaudit.hooks import generators
 from detaudit.hooks.generator_survey import Survey, survey
 from detaudit.operator_search import OperatorSearch
-from detaudit.options import Options
 from detaudit.output import TargetOutput
 from detaudit.progress import Progress
 from detaudit.repro.operator_case import save_operators

@@ -13,10 +13,10 @@ import torch
 
 from detaudit.core.errors import Unsupported
 from detaudit.core.launches import LaunchReport
+from detaudit.core.options import Options
 from detaudit.core.scans import FileScan, KernelScan, ScanReport
 from detaudit.execution import Session
 from detaudit.hooks.launched_kernels import Launched, LaunchedKernels
-from detaudit.options import Options
 from detaudit.progress import Progress, Silent
 from detaudit.scan.cache import cache_folder
 from detaudit.scan.containers import spells_out

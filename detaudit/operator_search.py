@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from detaudit.compare.classes import is_within
+from detaudit.core.mechanisms import mechanism
 from detaudit.core.recording import CallKey
 from detaudit.core.records import Origin
 from detaudit.execution import Session
 from detaudit.hooks.operators import Operator, OperatorDifference, OperatorTap, first_differing, within
-from detaudit.mechanisms import mechanism
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import torch
 from detaudit.analysis import analyze_trace, coverage, key_of, merge
 from detaudit.capture import NO_NUMBERS, Numbers, numbers_of
 from detaudit.confirmation import confirm_cases
+from detaudit.core.options import Options
 from detaudit.core.recording import FRESH_PROCESS, CallKey
 from detaudit.core.records import Origin, Report
 from detaudit.hooks import generators
-from detaudit.options import Options
 from detaudit.output import TargetOutput
 from detaudit.progress import Progress
 from detaudit.target import TargetSpec

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from detaudit.core.options import Options
 from detaudit.core.recording import HOOKS_OFF, Run
 from detaudit.core.undecided_digester import UndecidedDigester
 from detaudit.execution import Execution
 from detaudit.hooks.recorder import Recorder
-from detaudit.options import Options
 from detaudit.target import TargetSpec, import_context, target_errors
 
 

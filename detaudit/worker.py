@@ -23,6 +23,7 @@ import torch
 from detaudit.capture import Kept, keep
 from detaudit.core import errors
 from detaudit.core.errors import EXIT_INTERRUPTED, DetauditError, TargetRaised
+from detaudit.core.options import Options
 from detaudit.core.recording import HOOKS_OFF
 from detaudit.core.records import KernelReport
 from detaudit.environment import environment
@@ -30,7 +31,6 @@ from detaudit.execution import Execution, Session
 from detaudit.hooks.functions import FunctionTap
 from detaudit.hooks.recorder import Recorder
 from detaudit.kernels.cases import Case
-from detaudit.options import Options
 from detaudit.scripted import execute_script
 from detaudit.target import TargetSpec, load
 

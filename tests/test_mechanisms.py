@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from detaudit.mechanisms import _MECHANISMS, mechanism
+from detaudit.core.mechanisms import _MECHANISMS, mechanism
 
 
 @pytest.mark.parametrize(

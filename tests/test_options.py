@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from detaudit.options import Options, command_line
+from detaudit.core.options import Options, command_line
 
 
 @pytest.mark.parametrize("runs", [1, 2, 3, 5, 7, 20, 100])

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from detaudit.options import DEFAULT_CAPTURE_BYTES
+from detaudit.core.options import DEFAULT_CAPTURE_BYTES
 
 if TYPE_CHECKING:
-    from detaudit.options import Options
+    from detaudit.core.options import Options
 
 EXAMPLES = """\b
 Examples:
@@ -93,7 +93,7 @@ def command(
 
 
 def _options(settings: dict[str, object]) -> Options:
-    from detaudit.options import Options
+    from detaudit.core.options import Options
 
     flags = {name: not settings.pop(f"no_{name}") for name in ("history", "observer", "confirm")}
     return Options(**flags, **settings)  # type: ignore[arg-type]

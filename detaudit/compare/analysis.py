@@ -13,11 +13,17 @@ from detaudit.compare.classes import FINAL, MAIN_CONDITIONS
 from detaudit.compare.hidden import parameters_differ
 from detaudit.compare.history import compare_history
 from detaudit.compare.locate import Located, locate
-from detaudit.compare.memory import WithoutState, judged_by_outputs, only_remembers
+from detaudit.compare.memory import (
+    WithoutState,
+    counters,
+    judged_by_outputs,
+    only_remembers,
+    without_counters,
+)
 from detaudit.compare.origins import Gaps
+from detaudit.core.options import command_line
 from detaudit.core.recording import HISTORY, HOOKS_OFF, SCALAR_PREFIX, SUPERSEDED, RunColumns, TraceView
 from detaudit.core.records import Finding, Origin, Report
-from detaudit.options import command_line
 
 UNMATCHED_LISTED = 100
 NOTHING = f"{SCALAR_PREFIX}NoneType"
@@ -33,11 +39,18 @@ def analyze(view: TraceView) -> Report:
     output is used, of ``history-1`` and ``history-2`` run k of one is also compared with run k of the other.
     State that differs and that no output shows is told, and does not decide (``memory``).
     """
-    report = _Analysis(view).report()
+    analysis = _Analysis(view)
+    report = analysis.report()
     if only_remembers(view, report):
         quiet = _Analysis(WithoutState(view)).report()
         if quiet.verdict == "deterministic":
             return judged_by_outputs(view, quiet, report)
+    counted = counters(view, (analysis.located, *analysis.others))
+    if report.origins and counted:
+        quiet = _Analysis(WithoutState(view, counted)).report()
+        if quiet.origins:
+            paths = {view.modules[module].path: sites for module, sites in counted.items()}
+            return without_counters(quiet, report, paths)
     return report
 
 

@@ -4,15 +4,20 @@ A call counter, a lazily filled cache, an identifier made anew in every process:
 to a call, and is told. But a run is judged by what comes out of it. Where no argument, return value, input
 changed in place, gradient or final output differs, and no call made different state from equal state, the
 verdict is that of the outputs.
+
+Where outputs do differ, numbers and other host scalars that earlier runs left in a module's attributes (a
+counter of calls, for one) still say nothing of where that begins; see ``counters``.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from detaudit.compare.classes import MAIN_CONDITIONS
+from detaudit.compare.locate import Located
+from detaudit.compare.origins import differed_on_entry
 from detaudit.compare.state import differing_sites
 from detaudit.core.recording import SUPERSEDED, ModuleInfo, RunColumns, TraceView, Value
 from detaudit.core.records import Finding, Report
@@ -23,11 +28,16 @@ _FIRST_OWN_ID = 1 << 40
 
 
 class WithoutState:
-    """A view of the same runs in which no call has state of its own."""
+    """A view of the same runs in which no call has state of its own.
 
-    def __init__(self, view: TraceView) -> None:
+    Args:
+        sites: by module (an index), what is left out; None for all state.
+    """
+
+    def __init__(self, view: TraceView, sites: Mapping[int, Collection[str]] | None = None) -> None:
         self._view = view
-        self._ids: dict[int, int] = {}
+        self._sites = sites
+        self._ids: dict[tuple[int, int | None], int] = {}
         self._records: dict[tuple[tuple[str, int], ...], int] = {}
         self._contents: dict[int, tuple[tuple[str, int], ...]] = {}
 
@@ -57,22 +67,29 @@ class WithoutState:
         return self._view.rows_differing(value_a, value_b)
 
     def _stateless(self, run: RunColumns) -> RunColumns:
-        empty = self._id_of(())
+        records = run.records
+        if self._sites is None:
+            records = {name: record for name, record in records.items() if name not in LARGE}
         return replace(
             run,
-            state=array("q", [empty]) * len(run.state),
-            out=array("q", map(self._stripped, run.out)),
-            records={name: record for name, record in run.records.items() if name not in LARGE},
+            state=array("q", map(self._stripped, run.state, run.module)),
+            out=array("q", map(self._stripped, run.out, run.module)),
+            records=records,
         )
 
-    def _stripped(self, record_id: int) -> int:
-        found = self._ids.get(record_id)
+    def _stripped(self, record_id: int, module: int) -> int:
+        key = record_id, None if self._sites is None else module
+        if self._sites is not None and module not in self._sites:
+            return record_id
+        found = self._ids.get(key)
         if found is None:
-            sites = self._view.record(record_id)
-            found = self._ids[record_id] = self._id_of(
-                tuple(entry for entry in sites if not entry[0].startswith(_OWN_STATE))
-            )
+            content = self._view.record(record_id)
+            kept = tuple(entry for entry in content if not self._leaves_out(entry[0], module))
+            found = self._ids[key] = self._id_of(kept)
         return found
+
+    def _leaves_out(self, site: str, module: int) -> bool:
+        return site.startswith(_OWN_STATE) if self._sites is None else site in self._sites[module]
 
     def _id_of(self, content: tuple[tuple[str, int], ...]) -> int:
         known = self._records.get(content)
@@ -80,6 +97,33 @@ class WithoutState:
             known = self._records[content] = _FIRST_OWN_ID + len(self._records)
             self._contents[known] = content
         return known
+
+
+def counters(view: TraceView, found: Iterable[Located]) -> dict[int, set[str]]:
+    """By module, the attributes with host scalars that differ since earlier runs left them so."""
+    sites: dict[int, set[str]] = {}
+    for located in found:
+        for item in located.carried:
+            scalars = item.scalars(view, located.aligned)
+            if scalars:
+                sites.setdefault(located.aligned.module[item.node], set()).update(scalars)
+    return sites
+
+
+def without_counters(quiet: Report, full: Report, sites: Mapping[str, Collection[str]]) -> Report:
+    """The report in which counters were left out, with what the report on everything found of them.
+
+    Args:
+        sites: of the counters, by module path.
+    """
+    told = [f for f in full.findings if f.kind == "history-dependent" and f not in quiet.findings]
+    origins = [
+        replace(origin, mechanism=differed_on_entry(sites[origin.module]))
+        if origin.mechanism is None and origin.module in sites
+        else origin
+        for origin in quiet.origins
+    ]
+    return replace(quiet, origins=tuple(origins), findings=(*quiet.findings, *told))
 
 
 def only_remembers(view: TraceView, report: Report) -> bool:

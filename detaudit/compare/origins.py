@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -79,7 +79,7 @@ def _origin(
     part, after, mechanism = _part(view, aligned, node, groups, gaps)
     if carried is not None and carried.causes:
         part, after = "module", None
-        mechanism = f"own state that already differed on entry: {', '.join(carried.causes)}"
+        mechanism = differed_on_entry(carried.causes)
     sites, pairs = _sites(view, aligned, node, groups)
     rows, rows_total = _rows(view, pairs)
     return Origin(
@@ -98,6 +98,10 @@ def _origin(
         mechanism=mechanism,
         calls=calls,
     )
+
+
+def differed_on_entry(sites: Iterable[str]) -> str:
+    return f"own state that already differed on entry: {', '.join(sorted(sites))}"
 
 
 def _part(

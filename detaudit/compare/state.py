@@ -37,9 +37,15 @@ class CarriedState:
         racing = view.meta.get(RACING)
         if not isinstance(racing, (list, tuple)) or view.modules[aligned.module[node]].path not in racing:
             return cls(node, tuple(sites), tuple(sites))
-        contents = [dict(view.record(aligned.state[k][node])) for k in aligned.present(node)]
-        scalars = (site for site in sites if all(_is_scalar(view, held.get(site)) for held in contents))
-        return cls(node, tuple(sites), tuple(scalars))
+        every = cls(node, tuple(sites), ())
+        return cls(node, tuple(sites), every.scalars(view, aligned))
+
+    def scalars(self, view: TraceView, aligned: Aligned) -> tuple[str, ...]:
+        """Those of the sites at which host scalars are."""
+        contents = [dict(view.record(aligned.state[k][self.node])) for k in aligned.present(self.node)]
+        return tuple(
+            site for site in self.sites if all(_is_scalar(view, held.get(site)) for held in contents)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from detaudit.core.errors import PolicyInvalid
+from detaudit.core.options import DEFAULT_RUNS
 from detaudit.core.stats import upper_bound
 from detaudit.gate.fields import Table
-from detaudit.options import DEFAULT_RUNS
 
 FILE = "detaudit.toml"
 PYPROJECT = "pyproject.toml"

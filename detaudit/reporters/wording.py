@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from detaudit.core.mechanisms import mechanism
 from detaudit.core.records import Condition, KernelReport, Origin, Report, VariantResult
-from detaudit.mechanisms import mechanism
 
 ROOT = "(root)"
 ENGINES: Mapping[str, str] = {

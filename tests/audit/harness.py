@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from detaudit.auditing import audit
+from detaudit.core.options import Options
 from detaudit.core.records import Report
-from detaudit.options import Options
 from detaudit.target import resolve
 
 _NUMBER = itertools.count()

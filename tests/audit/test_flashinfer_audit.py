@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from detaudit.auditing import audit
+from detaudit.core.options import Options
 from detaudit.core.records import KernelReport, Report, VariantResult
 from detaudit.kernels.cases import Case
-from detaudit.options import Options
 from detaudit.target import resolve
 from tests.kernels.flashinfer_sm90 import FASTEST, Machine, compiled
 

@@ -44,6 +44,32 @@ def test_a_difference_that_nobody_reads_is_masked_and_still_found(tmp_path: Path
 
 
 @racy
+def test_a_counter_in_the_racing_module_hides_nothing(tmp_path: Path) -> None:
+    report = run_audit(
+        tmp_path,
+        """
+        class Counting(Combine):
+            def forward(self, x):
+                self.calls = getattr(self, "calls", 0) + 1
+                return super().forward(x)
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.combine, self.head = Counting(True), nn.Tanh()
+            def forward(self, x):
+                self.calls = getattr(self, "calls", 0) + 1
+                return self.head(self.combine(x))
+        def build_model(): return Model()
+        """,
+    )
+    assert modules(report) == ["combine"]
+    (origin,) = report.origins
+    assert (origin.sites, origin.operator, origin.healed) == (("out",), "aten.index_put_.default", True)
+    assert origin.max_abs is not None
+    assert "own state" not in str(origin.mechanism)
+
+
+@racy
 def test_a_difference_made_between_modules_is_nobodys(tmp_path: Path) -> None:
     report = run_audit(
         tmp_path,

@@ -27,7 +27,7 @@ def test_a_counter_is_an_origin_and_its_container_is_not() -> None:
         trace.add([counting(index)], inputs="x", final=index)
     report = analyze(trace)
     assert (report.verdict, origins(report)) == ("nondeterministic", ["c"])
-    assert report.origins[0].sites == ("attr.step", "out")
+    assert report.origins[0].sites == ("out",)
     assert "attr.step" in str(report.origins[0].mechanism)
     assert (finding(report, "history-dependent").module, report.origins[0].part) == ("c", "module")
 
@@ -47,6 +47,26 @@ def test_tensors_that_a_racing_module_left_in_its_state_are_no_cause() -> None:
     assert "history-dependent" not in kinds(racing)
     counting_too = audit("attr.pool", "attr.step", racing=["c"])
     assert counting_too.origins[0].mechanism == "own state that already differed on entry: attr.step"
+
+
+def test_counters_beside_a_race_do_not_hide_where_it_begins() -> None:
+    """Every module counts its calls; only one races, and others pass on what they are handed."""
+    trace = MemoryTrace()
+    for index in range(4):
+
+        def counts(name: str, x: object, y: object, *inner: Node, step: int = index) -> Node:
+            return node(name, x, {"attr.n": step + 1, "out": y}, *inner, state={"attr.n": step})
+
+        gate = counts("mlp.gate", "x", "g")
+        experts = counts("mlp.experts", "g", ("e", index))
+        head = counts("head", ("e", index), ("h", index))
+        trace.add([counts("mlp", "x", ("e", index), gate, experts), head], inputs="x", final=index)
+    report = analyze(trace)
+    assert origins(report) == ["mlp.experts"]
+    assert report.origins[0].sites == ("out",)
+    assert {f.module for f in report.findings if f.kind == "history-dependent"} == {
+        "mlp", "mlp.gate", "mlp.experts", "head",
+    }  # fmt: skip
 
 
 def test_a_counter_that_changes_no_output_is_told_and_does_not_decide() -> None:
@@ -88,7 +108,9 @@ def test_a_counter_behind_a_race_is_found_by_what_the_last_run_left() -> None:
     trace = MemoryTrace()
     for index in range(4):
         trace.add([node("race", "x", -index), counting(index, -index)], inputs="x", final=index)
-    assert origins(analyze(trace)) == ["race", "c"]
+    report = analyze(trace)
+    assert origins(report) == ["race"]
+    assert finding(report, "history-dependent").module == "c"
 
 
 def test_state_written_from_a_difference_is_an_input() -> None:

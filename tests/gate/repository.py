@@ -17,9 +17,9 @@ import torch
 from detaudit import cli
 from detaudit.auditing import audit
 from detaudit.core.errors import DetauditError
+from detaudit.core.options import Options
 from detaudit.gate.policy import TargetPolicy
 from detaudit.gate.recording import Recorded
-from detaudit.options import Options
 from detaudit.target import resolve
 
 ROOT = Path(__file__).parents[2]

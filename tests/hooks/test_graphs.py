@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from detaudit.core.digest import HostDigester
+from detaudit.core.options import Options
 from detaudit.core.recording import Call
 from detaudit.execution import Session
 from detaudit.hooks import graphs
 from detaudit.hooks.graph_template import HOST_TENSOR
 from detaudit.hooks.graphs import UNWATCHED, GraphWatcher
 from detaudit.hooks.recorder import Recorder, Recording
-from detaudit.options import Options
 from detaudit.target import TargetSpec, load
 from tests.hooks.cpu_graph import CpuGraph, GraphingDigester, captured
 from tests.support import call_of, paths, sites
