@@ -30,7 +30,7 @@ def hidden_state(view: TraceView, aligned: Aligned, runs: Sequence[RunColumns]) 
             values = [tuple(content.get(site, ABSENT) for site in owned) for content in contents]
             keys = tuple(frozenset(values[m] for m in item.members) for item in aligned.classes)
             nodes = _exposed(aligned, _calls(view, aligned, owner), from_start)
-            found.append(HiddenState(nodes, _told_apart(keys)))
+            found.append(HiddenState(nodes, _told_apart(keys), () if from_start else tuple(owned)))
     return found
 
 

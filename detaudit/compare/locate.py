@@ -15,13 +15,20 @@ from detaudit.core.records import Origin
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """What the comparison of some runs found. ``nodes``: all origins, at least one per ``origins``."""
+    """What the comparison of some runs found.
+
+    Args:
+        nodes: all origins, at least one per ``origins``.
+        changed: the first call that differs for equal arguments while what it holds differs by the end of
+            runs, and the sites of that; None where there is none.
+    """
 
     runs: Sequence[RunColumns]
     aligned: Aligned
     nodes: Sequence[int] = ()
     carried: tuple[state.CarriedState, ...] = ()
     origins: tuple[Origin, ...] = ()
+    changed: tuple[int, Sequence[str]] | None = None
 
     @property
     def differs(self) -> bool:
@@ -52,4 +59,14 @@ def locate(
     groups = {node: found for node, found in groups.items() if found and node not in excused}
     nodes = sources.innermost(aligned, groups.keys() | carried.keys())
     found = origins.describe(view, aligned, nodes, groups, carried, gaps)
-    return Located(runs, aligned, nodes, tuple(carried.values()), tuple(found))
+    changed = _changed(aligned, candidates, unrecorded)
+    return Located(runs, aligned, nodes, tuple(carried.values()), tuple(found), changed)
+
+
+def _changed(
+    aligned: Aligned, candidates: Sequence[int], unrecorded: Sequence[state.HiddenState]
+) -> tuple[int, Sequence[str]] | None:
+    held = {n: [s for item in unrecorded if n in item.nodes for s in item.changed] for n in candidates}
+    sources_of_it = {node for node, sites in held.items() if sites and sources.groups(aligned, node)}
+    first = min(sources.innermost(aligned, sources_of_it), default=None)
+    return None if first is None else (first, list(dict.fromkeys(held[first])))

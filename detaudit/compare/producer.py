@@ -25,6 +25,8 @@ def unobserved_producer(view: TraceView, located: Located) -> Finding | None:
     explained = node is not None and any(n < node or (n == node and n in carried) for n in located.nodes)
     if explained or (node is None and located.nodes):
         return None
+    if located.changed is not None and (node is None or located.changed[0] < node):
+        return _changed_between_calls(view, located, *located.changed)
     if node is None:
         return _after_last_call(view, located)
     within = aligned.parent[node]
@@ -117,6 +119,20 @@ def _after_last_call(view: TraceView, located: Located) -> Finding:
     what = f"what differs ({', '.join(sites[:4])})" if sites else "what differs"
     message = f"no recorded call explains the difference: {place}; {what} was made outside of all modules"
     return Finding("unobserved-producer", None, message)
+
+
+def _changed_between_calls(view: TraceView, located: Located, node: int, sites: Sequence[str]) -> Finding:
+    gradients = [run.records[GRAD] for run in located.runs if GRAD in run.records]
+    of_these = {f"grad.{site}" for site in sites}
+    names = [*sites, *(site for site in differing_sites(view, gradients) if site in of_these)]
+    return Finding(
+        "unobserved-producer",
+        None,
+        f"no recorded call explains the difference: {_name(view, located.aligned, node)} is the first to "
+        "give different outputs for equal arguments, and what it holds differs at the end of the run "
+        f"({', '.join(names[:4])}), which may have been made different before this call where nothing is "
+        "recorded, such as in a backward pass or an optimizer's step",
+    )
 
 
 def _last_agreeing(view: TraceView, aligned: Aligned, node: int) -> str:

@@ -53,11 +53,13 @@ class HiddenState:
     """State of a module that no call recorded: parameters, and buffers too large to digest at every call.
 
     ``nodes``: the calls that may have found it different, and all calls around them that began no earlier.
-    ``keys``: one per class; equal where the state is known to agree.
+    ``keys``: one per class; equal where the state is known to agree. ``changed``: its sites, where it differs
+    at the end of runs and is not known to differ at their start.
     """
 
     nodes: Collection[int]
     keys: tuple[Hashable, ...]
+    changed: tuple[str, ...] = ()
 
 
 def differing_state(aligned: Aligned) -> list[int]:

@@ -63,6 +63,24 @@ def test_only_the_final_output_differs() -> None:
     assert "all calls agree, the last being a (call 0)" in found.message
 
 
+def test_parameters_that_a_step_made_different_are_named_with_their_gradients() -> None:
+    trace = MemoryTrace()
+    for d in "abc":
+        steps = [
+            node("", "x", loss, node("e", "x", y), node("h", y, (y, 1)))
+            for loss, y in (("l", "y"), (d, (d, 1)))
+        ]
+        after = {"e.w": d, "h.w": (d, 2)}
+        gradients = {"grad.e.w": (d, 3), "grad.h.w": (d, 4)}
+        more = {"parameters.before": {"e.w": 0, "h.w": 0}, "parameters.after": after, "grad": gradients}
+        trace.add(steps, inputs="x", final="z", more=more)
+    report = analyze(trace)
+    assert (report.verdict, report.origins) == ("nondeterministic", ())
+    found = finding(report, "unobserved-producer")
+    assert "e (call 1) is the first to give different outputs for equal arguments" in found.message
+    assert "differs at the end of the run (e.w, grad.e.w)" in found.message
+
+
 def test_only_hooks_off_runs_differ() -> None:
     trace = MemoryTrace()
     for _ in range(3):
