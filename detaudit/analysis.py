@@ -59,7 +59,7 @@ def _with_numbers(origin: Origin, examined: Origin | None) -> Origin:
         numbers_reason=examined.numbers_reason,
         ulp_histogram=examined.ulp_histogram,
         operator=examined.operator,
-        mechanism=examined.mechanism or origin.mechanism,
+        mechanism=origin.mechanism or examined.mechanism,
         isolated=examined.isolated,
         healed=examined.healed,
     )

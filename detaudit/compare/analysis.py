@@ -49,8 +49,7 @@ def analyze(view: TraceView) -> Report:
     if report.origins and counted:
         quiet = _Analysis(WithoutState(view, counted)).report()
         if quiet.origins:
-            paths = {view.modules[module].path: sites for module, sites in counted.items()}
-            return without_counters(quiet, report, paths)
+            return without_counters(view, quiet, report, counted)
     return report
 
 

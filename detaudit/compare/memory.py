@@ -18,7 +18,7 @@ from dataclasses import replace
 from detaudit.compare.classes import MAIN_CONDITIONS
 from detaudit.compare.locate import Located
 from detaudit.compare.origins import differed_on_entry
-from detaudit.compare.state import differing_sites
+from detaudit.compare.state import differing_sites, races
 from detaudit.core.recording import SUPERSEDED, ModuleInfo, RunColumns, TraceView, Value
 from detaudit.core.records import Finding, Report
 
@@ -110,16 +110,21 @@ def counters(view: TraceView, found: Iterable[Located]) -> dict[int, set[str]]:
     return sites
 
 
-def without_counters(quiet: Report, full: Report, sites: Mapping[str, Collection[str]]) -> Report:
+def without_counters(
+    view: TraceView, quiet: Report, full: Report, sites: Mapping[int, Collection[str]]
+) -> Report:
     """The report in which counters were left out, with what the report on everything found of them.
 
+    They may be why an origin differs, as long as it is not known to race.
+
     Args:
-        sites: of the counters, by module path.
+        sites: of the counters, by module (an index).
     """
     told = [f for f in full.findings if f.kind == "history-dependent" and f not in quiet.findings]
+    paths = {view.modules[module].path: held for module, held in sites.items()}
     origins = [
-        replace(origin, mechanism=differed_on_entry(sites[origin.module]))
-        if origin.mechanism is None and origin.module in sites
+        replace(origin, mechanism=differed_on_entry(paths[origin.module]))
+        if origin.mechanism is None and origin.module in paths and not races(view, origin.module)
         else origin
         for origin in quiet.origins
     ]

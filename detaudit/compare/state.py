@@ -34,8 +34,7 @@ class CarriedState:
 
     @classmethod
     def of(cls, view: TraceView, aligned: Aligned, node: int, sites: Sequence[str]) -> CarriedState:
-        racing = view.meta.get(RACING)
-        if not isinstance(racing, (list, tuple)) or view.modules[aligned.module[node]].path not in racing:
+        if not races(view, view.modules[aligned.module[node]].path):
             return cls(node, tuple(sites), tuple(sites))
         every = cls(node, tuple(sites), ())
         return cls(node, tuple(sites), every.scalars(view, aligned))
@@ -46,6 +45,12 @@ class CarriedState:
         return tuple(
             site for site in self.sites if all(_is_scalar(view, held.get(site)) for held in contents)
         )
+
+
+def races(view: TraceView, path: str) -> bool:
+    """Whether an operator of the module was seen to race on equal operands."""
+    racing = view.meta.get(RACING)
+    return isinstance(racing, (list, tuple)) and path in racing
 
 
 @dataclass(frozen=True, slots=True)
