@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from detaudit.compare import analyze
+from detaudit.compare.origins import is_guess
 from detaudit.core.recording import CallKey, ModuleInfo
 from detaudit.core.records import Finding, KernelReport, Origin, Report
 from detaudit.trace import TraceWriter, open_trace
@@ -59,7 +60,9 @@ def _with_numbers(origin: Origin, examined: Origin | None) -> Origin:
         numbers_reason=examined.numbers_reason,
         ulp_histogram=examined.ulp_histogram,
         operator=examined.operator,
-        mechanism=origin.mechanism or examined.mechanism,
+        mechanism=(examined.mechanism or origin.mechanism)
+        if is_guess(origin)
+        else (origin.mechanism or examined.mechanism),
         isolated=examined.isolated,
         healed=examined.healed,
     )

@@ -15,6 +15,7 @@ from detaudit.analysis import analyze_trace, coverage, key_of, merge
 from detaudit.capture import CapturePass, Handed
 from detaudit.compare.classes import is_within
 from detaudit.compare.handed import HANDED
+from detaudit.compare.origins import remembers
 from detaudit.compare.state import RACING
 from detaudit.confirmation import confirm_kernels
 from detaudit.core.errors import UsageError
@@ -187,8 +188,7 @@ class FunctionAudit:
 
     def _to_capture(self, report: Report) -> list[Origin]:
         """Origins that are not explained by what their module remembers alone."""
-        remember = {finding.module for finding in report.findings if finding.kind == "history-dependent"}
-        return [origin for origin in report.origins if origin.module not in remember - self._racing]
+        return [origin for origin in report.origins if not remembers(origin) or origin.module in self._racing]
 
     def _races(self, report: Report) -> bool:
         """Look for modules that race and remember what the race made: their state is not the cause."""

@@ -123,7 +123,7 @@ def without_counters(
     told = [f for f in full.findings if f.kind == "history-dependent" and f not in quiet.findings]
     paths = {view.modules[module].path: held for module, held in sites.items()}
     origins = [
-        replace(origin, mechanism=differed_on_entry(paths[origin.module]))
+        replace(origin, mechanism=differed_on_entry(paths[origin.module], perhaps=True))
         if origin.mechanism is None and origin.module in paths and not races(view, origin.module)
         else origin
         for origin in quiet.origins

@@ -18,6 +18,8 @@ from detaudit.core.records import Origin
 
 ROWS_LISTED = 4096
 NOT_CAPTURED = "no capture pass has measured it"
+_PERHAPS = "perhaps "
+_REMEMBERED = "own state that already differed on entry"
 _INPUT_SITES = ("args", "kwargs", "rng", "inputs", "grad", "buffer.", "attr.")
 
 
@@ -100,8 +102,19 @@ def _origin(
     )
 
 
-def differed_on_entry(sites: Iterable[str]) -> str:
-    return f"own state that already differed on entry: {', '.join(sorted(sites))}"
+def differed_on_entry(sites: Iterable[str], *, perhaps: bool = False) -> str:
+    """The mechanism of an origin whose module remembers; ``perhaps`` if it may have nothing to do with it."""
+    return f"{_PERHAPS if perhaps else ''}{_REMEMBERED}: {', '.join(sorted(sites))}"
+
+
+def is_guess(origin: Origin) -> bool:
+    """Whether its mechanism gives way to one that was seen at work."""
+    return (origin.mechanism or "").startswith(_PERHAPS)
+
+
+def remembers(origin: Origin) -> bool:
+    """Whether what its module remembers is the cause."""
+    return (origin.mechanism or "").startswith(_REMEMBERED)
 
 
 def _part(
