@@ -73,8 +73,7 @@ def audit(
         TargetRaised, TargetInvalid, TargetNotFound: the target cannot be run.
         TraceNotWritten: ``trace`` exists, or cannot be written.
     """
-    is_file = isinstance(target, (str, os.PathLike))
-    wanted = _conditions(conditions, is_file)
+    wanted = _conditions(conditions, is_file=not callable(target))
     options = Options(
         runs=_whole("runs", runs, 1),
         only=_strings("only", only),
@@ -85,14 +84,13 @@ def audit(
         kernel_runs=_whole("kernel_runs", kernel_runs, 1),
         capture_bytes=_whole("capture_bytes", capture_bytes, 0),
     )
-    _flag("grad", grad)
     _check_progress(progress)
     with _trace(trace) as path:
         if isinstance(target, (str, os.PathLike)):
             if inputs is not None or grad:
                 raise UsageError("a target file makes its inputs itself; leave out inputs and grad")
             return auditing.audit(resolve(os.fspath(target)), options, path, progress)
-        loaded = _loaded(target, inputs, grad)
+        loaded = _loaded(target, inputs, _flag("grad", grad))
         return auditing.audit(loaded.spec, options, path, progress, loaded)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from detaudit.commands.delivery import STDOUT, check, deliver, json_option, show
+
 
 @click.command()
 @click.argument("a", type=click.Path(path_type=Path))
@@ -18,13 +20,7 @@ import click
     type=click.FloatRange(0),
     help="Tolerate a relative error ||b - a|| / ||a|| of the final output.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="Also write it as JSON; - is standard output, and the rest goes to standard error.",
-)
+@json_option
 def command(a: Path, b: Path, ulp: int | None, rel: float | None, json_file: Path | None) -> int:
     """Find the first module whose bits differ between trace A and trace B, with equal inputs.
 
@@ -42,7 +38,6 @@ def command(a: Path, b: Path, ulp: int | None, rel: float | None, json_file: Pat
       detaudit compare torch-2.12.detaudit torch-2.13.detaudit
       detaudit compare h100.detaudit h200.detaudit --rel 1e-3 --json comparison.json
     """
-    from detaudit.commands.delivery import STDOUT, check, deliver, show
     from detaudit.core.comparison import Tolerance
     from detaudit.differ.traces import compare_traces
     from detaudit.reporters.comparison import ComparisonJsonReporter, ComparisonTerminalReporter

@@ -18,6 +18,14 @@ STDOUT = Path("-")
 
 Render = Callable[[IO[str]], None]
 
+json_option = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="Also write it as JSON; - is standard output, and the rest goes to standard error.",
+)
+
 
 def check(path: Path | None, *others: Path | None) -> None:
     """Find out before long work that a file cannot be written, or should not be.

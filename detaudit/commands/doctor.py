@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from detaudit.commands.delivery import STDOUT, deliver, show
+from detaudit.commands.delivery import STDOUT, deliver, json_option, show
 from detaudit.reporters.json import write_json
 
 if TYPE_CHECKING:
@@ -22,14 +22,8 @@ COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 @click.command()
-@click.option(
-    "--json",
-    "json_path",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="Write it as JSON to FILE; - is standard output.",
-)
-def command(json_path: Path | None) -> None:
+@json_option
+def command(json_file: Path | None) -> None:
     """Show what this machine can audit: its GPU, versions, which kernels would run here and which not,
     settings that change numerics, and combinations known to mislead.
 
@@ -44,9 +38,8 @@ def command(json_path: Path | None) -> None:
     from detaudit.machine import probe
 
     diagnosis = diagnose(probe())
-    if json_path != STDOUT:
-        show(lambda stream: render(diagnosis, stream))
-    deliver(lambda stream: write_json(_body(diagnosis), stream), json_path)
+    show(lambda stream: render(diagnosis, stream), aside=json_file == STDOUT)
+    deliver(lambda stream: write_json(_body(diagnosis), stream), json_file)
 
 
 def render(diagnosis: Diagnosis, stream: IO[str], width: int | None = None) -> None:

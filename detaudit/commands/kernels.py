@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from detaudit.commands.delivery import STDOUT, check, deliver, show
+from detaudit.commands.delivery import STDOUT, check, deliver, json_option, show
 from detaudit.core.errors import UsageError
 from detaudit.core.records import KernelReport, kernels_json
 from detaudit.reporters.json import write_json
@@ -68,13 +68,8 @@ class Request:
     show_default=True,
     help="Pairs of kernels for --static, a minute or two each.",
 )
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path),
-    help="Also write the results to this file; - is standard output, and the table then goes to stderr.",
-)
-def command(json_path: Path | None, **options: object) -> int:
+@json_option
+def command(json_file: Path | None, **options: object) -> int:
     """Rerun one kernel under variants and find a bit-stable setting.
 
     CASE is a folder that `detaudit run` captured, beside the trace. Each variant runs once and then
@@ -104,25 +99,25 @@ def command(json_path: Path | None, **options: object) -> int:
 
     request = Request(**options)  # type: ignore[arg-type]
     _check(request)
-    check(json_path)
+    check(json_file)
     if request.static:
-        return _static(request, json_path)
+        return _static(request, json_file)
     reports = list(_reports(request))
     code = exit_code(reports)
-    show(lambda stream: render_kernels(reports, stream), aside=json_path == STDOUT)
-    deliver(lambda stream: write_json(kernels_json(reports, code), stream), json_path)
+    show(lambda stream: render_kernels(reports, stream), aside=json_file == STDOUT)
+    deliver(lambda stream: write_json(kernels_json(reports, code), stream), json_file)
     return code
 
 
-def _static(request: Request, json_path: Path | None) -> int:
+def _static(request: Request, json_file: Path | None) -> int:
     from detaudit.reporters.progress import progress
     from detaudit.reporters.scan_terminal import render_scan
     from detaudit.scan.static_build import static_scan
 
     with progress(2 * request.limit, "compiling") as bar:
         report = static_scan(request.sm or "", request.dtype or DTYPES[0], request.limit, bar.advance)
-    show(lambda stream: render_scan(report, stream, everything=True), aside=json_path == STDOUT)
-    deliver(lambda stream: write_json(report.to_json(), stream), json_path)
+    show(lambda stream: render_scan(report, stream, everything=True), aside=json_file == STDOUT)
+    deliver(lambda stream: write_json(report.to_json(), stream), json_file)
     return int(any(kernel.suspect for kernel in report.kernels if kernel.finalize != "FINALIZE"))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from detaudit.commands.delivery import STDOUT, check, deliver, json_option, reserved, show
 from detaudit.core.options import DEFAULT_CAPTURE_BYTES
 
 if TYPE_CHECKING:
@@ -52,13 +53,7 @@ Examples:
     type=click.Path(path_type=Path, dir_okay=False),
     help="The trace to write; by default TARGET-TIME.detaudit in this folder. Never overwritten.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="Also write the report as JSON; - is standard output, and the rest goes to standard error.",
-)
+@json_option
 def command(
     target: str,
     args: tuple[str, ...],
@@ -75,7 +70,6 @@ def command(
     Exit code: 0 no difference, 1 nondeterministic, 2 the audit could not be made, 3 inconclusive.
     """
     from detaudit.auditing import audit, default_trace
-    from detaudit.commands.delivery import STDOUT, check, deliver, reserved, show
     from detaudit.reporters import reporter
     from detaudit.reporters.progress import progress
     from detaudit.target import resolve

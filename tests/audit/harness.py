@@ -18,7 +18,7 @@ PRELUDE = """
 import os
 import torch
 from torch import nn
-from tests.audit.situations import Combine, build, inputs
+from tests.audit.situations import Combine, Embed, build, inputs
 from tests.support import combine_racing
 
 def make_inputs():

@@ -37,6 +37,20 @@ class Combine(nn.Module):
         return (combine_racing if self.racing else combine_ordered)(rows, self.target, TOKENS)
 
 
+class Embed(nn.Module):
+    """Looks up rows of a table, which the backward pass adds up: [TOKENS, HIDDEN] -> TOP_K times the rows."""
+
+    index: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(TOKENS, HIDDEN))
+        self.register_buffer("index", Combine(True).target)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[self.index] * x.repeat(TOP_K, 1)
+
+
 class Shared(nn.Module):
     def __init__(self, racing: bool) -> None:
         super().__init__()
