@@ -10,6 +10,7 @@ from typing import Any
 from detaudit.kernels import support
 from detaudit.machine import Machine
 from detaudit.numerics import FLAGS, VARIABLES, Level
+from detaudit.scan.tools import EXTRA
 
 FORMAT = "detaudit-doctor"
 VERSION = 1
@@ -79,6 +80,11 @@ def _software(machine: Machine) -> Iterator[Check]:
         yield Check("ok", "machine", f"torch {machine.versions.get('torch')}, {built}")
     if "triton" in machine.versions:
         yield Check("ok", "machine", f"Triton {machine.versions['triton']}")
+    if machine.disassemblers:
+        yield Check("ok", "machine", f"detaudit scan reads machine code with {machine.disassemblers[-1]}")
+    else:
+        text = "no disassembler: detaudit scan cannot read machine code"
+        yield Check("note", "machine", text, EXTRA)
 
 
 def _gpus(machine: Machine) -> Iterator[Check]:

@@ -13,6 +13,9 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from detaudit.core.errors import Unsupported
+from detaudit.scan.tools import find_tools
+
 PACKAGES = (
     "torch",
     "triton",
@@ -52,6 +55,7 @@ class Machine:
         variables: environment variables that are set.
         tuning_caches: folders in which FlashInfer keeps what it tuned, and the number of files in each.
         torch_error: why torch could not be imported.
+        disassemblers: NVIDIA's cuobjdump and nvdisasm, with version and path; none if one of them is missing.
     """
 
     python: str
@@ -68,6 +72,7 @@ class Machine:
     variables: Mapping[str, str] = field(default_factory=dict)
     tuning_caches: Mapping[str, int] = field(default_factory=dict)
     torch_error: str | None = None
+    disassemblers: tuple[str, ...] = ()
 
 
 def probe() -> Machine:
@@ -100,7 +105,15 @@ def probe() -> Machine:
         variables=dict(os.environ),
         tuning_caches=tuning_caches(os.environ),
         torch_error=error,
+        disassemblers=_disassemblers(),
     )
+
+
+def _disassemblers() -> tuple[str, ...]:
+    try:
+        return find_tools().versions
+    except Unsupported:
+        return ()
 
 
 def installed(distribution: str) -> str | None:

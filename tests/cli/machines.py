@@ -33,6 +33,7 @@ def machine(*gpus: Gpu, **changes: Any) -> Machine:
         "nvcc": "/usr/local/cuda/bin/nvcc" if gpus else None,
         "prebuilt": ("90", "100", "120"),
         "flags": FLAGS,
+        "disassemblers": ("cuobjdump 13.0.85 (/usr/bin/cuobjdump)", "nvdisasm 13.0.85 (/usr/bin/nvdisasm)"),
     }
     return Machine(**(values | changes))
 

@@ -77,6 +77,13 @@ def test_no_gpu_is_a_note_and_names_the_gpus_that_could() -> None:
     assert said(found, "problem") == ""
 
 
+def test_the_disassembler_or_how_to_install_it() -> None:
+    found = [c for c in diagnose(machine()).checks if "detaudit scan" in c.text]
+    assert [(c.level, "nvdisasm 13.0.85" in c.text) for c in found] == [("ok", True)]
+    (missing,) = [c for c in diagnose(machine(disassemblers=())).checks if "detaudit scan" in c.text]
+    assert (missing.level, missing.fix) == ("note", "pip install 'detaudit[scan]'")
+
+
 def test_gpu_that_torch_cannot_use() -> None:
     assert "torch is built without CUDA" in said(diagnose(machine(gpus_present=2)), "problem")
     found = diagnose(machine(gpus_present=2, cuda="13.0", driver="470.1"))
