@@ -49,6 +49,15 @@ def merge(
     return replace(report, origins=origins, findings=report.findings + new, kernels=tuple(kernels))
 
 
+def _why(origin: Origin, examined: Origin) -> str | None:
+    """What the comparison knows, else what the capture pass saw; both where the first is a guess."""
+    if not is_guess(origin):
+        return origin.mechanism or examined.mechanism
+    if examined.operator is not None:
+        return examined.mechanism
+    return "; ".join(filter(None, (examined.mechanism, origin.mechanism)))
+
+
 def _with_numbers(origin: Origin, examined: Origin | None) -> Origin:
     if examined is None:
         return origin
@@ -60,9 +69,7 @@ def _with_numbers(origin: Origin, examined: Origin | None) -> Origin:
         numbers_reason=examined.numbers_reason,
         ulp_histogram=examined.ulp_histogram,
         operator=examined.operator,
-        mechanism=(examined.mechanism or origin.mechanism)
-        if is_guess(origin)
-        else (origin.mechanism or examined.mechanism),
+        mechanism=_why(origin, examined),
         isolated=examined.isolated,
         healed=examined.healed,
     )

@@ -36,6 +36,7 @@ Tensors = list[tuple[str, Tensor]]
 
 ISOLATED_RUNS = 20
 HELD_RUNS = 4
+"""At least, with the outputs of all origins held fixed."""
 UNLIKELY = 0.01
 """How probable it may at most be that an origin differs by itself and was not seen to."""
 AGREES = (
@@ -204,10 +205,18 @@ class CapturePass:
         self.operators.append((origin, inputs))
 
     def _hold(self) -> list[Execution]:
-        """Runs with the outputs of all origins held fixed; none if one of them could not be kept."""
+        """Runs with the outputs of all origins held fixed; none if one of them could not be kept.
+
+        As many as the audit has, so that its bound holds for what agrees here; once something differs, few.
+        """
         if len(self._fixed()) < len(self.keys):
             return []
-        return [self._run(substitute=self._fixed()) for _ in range(HELD_RUNS)]
+        held: list[Execution] = []
+        agreeing = True
+        while len(held) < (max(HELD_RUNS, self.session.options.runs) if agreeing else HELD_RUNS):
+            held.append(self._run(substitute=self._fixed()))
+            agreeing = agreeing and _agree(held[0], held[-1], self.keys)
+        return held
 
     def _isolated(self, origin: Origin) -> bool | None:
         """Whether the module alone returns different bits for the captured inputs."""
@@ -357,10 +366,9 @@ def _agree(a: Execution, b: Execution, origins: Sequence[CallKey]) -> bool:
     """Whether two runs agree in their final output and in every call that does not lie in an origin."""
     if a.run.records.get("final") != b.run.records.get("final") or len(a.run.calls) != len(b.run.calls):
         return False
-    inside = tuple(f"{module}." for module, _ in origins)
     held = {module for module, _ in origins}
     return all(
         (entered_with(x), _uncounted(x.out)) == (entered_with(y), _uncounted(y.out))
         for x, y in zip(a.run.calls, b.run.calls, strict=True)
-        if x.module not in held and not x.module.startswith(inside)
+        if not any(is_within(x.module, module) for module in held)
     )

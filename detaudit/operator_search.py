@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,16 @@ class OperatorSearch:
     attempts: int
 
     def inside(self, origin: Origin, substitute: Mapping[CallKey, Any]) -> OperatorDifference | None:
-        """The first operator inside the origin that differs."""
+        """The first operator inside the origin that differs, those of modules held fixed in it left out."""
+        held = {m for m, _ in substitute if m != origin.module and is_within(m, origin.module)}
         first: list[Operator] | None = None
         for _ in range(self.attempts):
             seen = self._operators(origin.module, substitute)
-            operators = [op for op in seen if op.call == origin.call or op.module != origin.module]
+            operators = [
+                op
+                for op in seen
+                if (op.call == origin.call or op.module != origin.module) and not _is_in(op.module, held)
+            ]
             if first is None:
                 first = operators
                 continue
@@ -54,7 +59,7 @@ class OperatorSearch:
         first: list[Operator] | None = None
         for _ in range(self.attempts):
             seen = self._operators("", substitute)
-            operators = [op for op in seen if not any(is_within(op.module, module) for module in held)]
+            operators = [op for op in seen if not _is_in(op.module, held)]
             if first is None:
                 first = operators
                 continue
@@ -67,6 +72,10 @@ class OperatorSearch:
         tap = OperatorTap(self.session.digester, within(self.session.recorder.current_call, [module]))
         self.run(around=tap, substitute=substitute)
         return tap.operators()
+
+
+def _is_in(module: str, containers: Collection[str]) -> bool:
+    return any(is_within(module, container) for container in containers)
 
 
 def _made_before(made: OperatorDifference, reader: OperatorDifference, operators: list[Operator]) -> bool:

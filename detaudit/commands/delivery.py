@@ -37,14 +37,25 @@ def check(path: Path | None, *others: Path | None) -> None:
         TraceNotWritten: it cannot be written, as far as that shows.
         UsageError: it is one of the others.
     """
-    if path is None or path == STDOUT:
+    if path is None:
+        return
+    if path == STDOUT:
+        if STDOUT in others:
+            raise UsageError("only one output can be - (standard output); give the others files")
         return
     from detaudit.core.files import check_writable
 
     check_writable(path)
     for other in others:
-        if other is not None and os.path.realpath(path) == os.path.realpath(other):
+        if other is not None and _same(path, other):
             raise UsageError(f"{path} would be written over: it is read or written for something else too")
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:  # one of them is not there yet
+        return os.path.realpath(path) == os.path.realpath(other)
 
 
 @contextlib.contextmanager

@@ -72,11 +72,12 @@ def command(
 
     outputs = {name: path for name in FORMATS if (path := files[f"{name}_file"]) is not None}
     policy = find_policy(Path.cwd()) if policy_file is None else read_policy(policy_file)
-    read = (policy.source, policy.lock_path, scan, *map(Path, targets))
-    for number, path in enumerate(outputs.values()):
-        check(path, *read, *list(outputs.values())[:number])
     lock = read_lock(policy.lock_path)
     examined = subjects(targets, policy, optional=scan is not None)
+    read = [policy.source, policy.lock_path, scan, *(s.trace or Path(s.file) for s in examined)]
+    for path in outputs.values():
+        check(path, *read)
+        read.append(path)
     if update:
         check(policy.lock_path)
     with progress(len(examined), "starting") as shown:

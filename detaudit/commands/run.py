@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from detaudit.commands.delivery import STDOUT, check, deliver, json_option, reserved, show
+from detaudit.core.errors import UsageError
 from detaudit.core.options import DEFAULT_CAPTURE_BYTES
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def command(
     options = _options(settings)
     trace = output or default_trace(spec)
     check(json_file, spec.path, trace)
+    if trace == STDOUT:
+        raise UsageError("a trace is a file of its own; give --output a name")
     with reserved(json_file), progress(None, "starting") as shown:
         # The commands shown should name the target and the trace as they were named here.
         report = dataclasses.replace(audit(spec, options, trace, shown), target=target, trace=str(trace))

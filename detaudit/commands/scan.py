@@ -206,7 +206,9 @@ def _scanned(request: Request) -> ScanReport:
     from detaudit.scan.tools import find_tools
 
     tools = find_tools()
-    work = plan(files_of(request.paths, request.packages), request.paths)
+    files = files_of(request.paths, request.packages)
+    check(request.output, *files)
+    work = plan(files, request.paths)
     settings = Settings(
         tuple(arch.removeprefix("sm_") for arch in request.archs),
         Selection(request.kernels),

@@ -15,6 +15,7 @@ from detaudit.compare.history import compare_history
 from detaudit.compare.locate import Located, locate
 from detaudit.compare.memory import (
     WithoutState,
+    blames_other_state,
     counters,
     judged_by_outputs,
     only_remembers,
@@ -48,7 +49,7 @@ def analyze(view: TraceView) -> Report:
     counted = counters(view, (analysis.located, *analysis.others))
     if report.origins and counted:
         quiet = _Analysis(WithoutState(view, counted)).report()
-        if quiet.origins:
+        if quiet.origins and not blames_other_state(quiet, report):
             return without_counters(view, quiet, report, counted)
     return report
 

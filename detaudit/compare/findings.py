@@ -83,14 +83,11 @@ def stateful(view: TraceView, runs: Sequence[RunColumns]) -> Iterator[Finding]:
 def carried_state(view: TraceView, located: Located) -> Iterator[Finding]:
     """Own state that earlier runs left behind."""
     for item in located.carried:
-        if not item.causes:
-            continue
         path = view.modules[located.aligned.module[item.node]].path
-        yield Finding(
-            "history-dependent",
-            path,
-            f"own state of {_title(path)} differs on entry, not written in the run: {_some(item.causes)}",
-        )
+        sites = _some(item.causes or item.sites)
+        left = "" if item.causes else "; an operator inside races, and may have left it so"
+        message = f"own state of {_title(path)} differs on entry, not written in the run: {sites}{left}"
+        yield Finding("history-dependent", path, message)
 
 
 def hidden_state(history: History | None, differs: bool, origins: Sequence[Origin]) -> Finding | None:

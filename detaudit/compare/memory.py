@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from detaudit.compare.classes import MAIN_CONDITIONS
 from detaudit.compare.locate import Located
-from detaudit.compare.origins import differed_on_entry
+from detaudit.compare.origins import differed_on_entry, remembers
 from detaudit.compare.state import differing_sites, races
 from detaudit.core.recording import SUPERSEDED, ModuleInfo, RunColumns, TraceView, Value
 from detaudit.core.records import Finding, Report
@@ -110,6 +110,12 @@ def counters(view: TraceView, found: Iterable[Located]) -> dict[int, set[str]]:
     return sites
 
 
+def blames_other_state(quiet: Report, full: Report) -> bool:
+    """Whether, with counters left out, what they changed elsewhere looks as if earlier runs had left it."""
+    known = {origin.module for origin in full.origins if remembers(origin)}
+    return any(remembers(origin) and origin.module not in known for origin in quiet.origins)
+
+
 def without_counters(
     view: TraceView, quiet: Report, full: Report, sites: Mapping[int, Collection[str]]
 ) -> Report:
@@ -120,7 +126,8 @@ def without_counters(
     Args:
         sites: of the counters, by module (an index).
     """
-    told = [f for f in full.findings if f.kind == "history-dependent" and f not in quiet.findings]
+    told = [finding for finding in full.findings if finding.kind == "history-dependent"]
+    others = [finding for finding in quiet.findings if finding.kind != "history-dependent"]
     paths = {view.modules[module].path: held for module, held in sites.items()}
     origins = [
         replace(origin, mechanism=differed_on_entry(paths[origin.module], perhaps=True))
@@ -128,7 +135,7 @@ def without_counters(
         else origin
         for origin in quiet.origins
     ]
-    return replace(quiet, origins=tuple(origins), findings=(*quiet.findings, *told))
+    return replace(quiet, origins=tuple(origins), findings=(*others, *told))
 
 
 def only_remembers(view: TraceView, report: Report) -> bool:

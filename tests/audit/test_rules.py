@@ -69,6 +69,64 @@ def test_a_counter_in_the_racing_module_hides_nothing(tmp_path: Path) -> None:
     assert "own state" not in str(origin.mechanism)
 
 
+def test_what_a_counting_parent_sets_in_its_child_is_the_parents(tmp_path: Path) -> None:
+    report = run_audit(
+        tmp_path,
+        """
+        class Scaled(nn.Module):
+            def forward(self, x): return x * self.scale
+        class Parent(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.steps, self.child = 0, Scaled()
+            def forward(self, x):
+                self.steps += 1
+                self.child.scale = 1 + self.steps * 1e-3
+                return self.child(x)
+        def build_model(): return nn.Sequential(Parent())
+        """,
+    )
+    assert modules(report) == ["0"]
+    assert report.origins[0].mechanism == "own state that already differed on entry: attr.steps"
+
+
+@racy
+def test_a_race_in_a_child_does_not_explain_what_the_parent_counts(tmp_path: Path) -> None:
+    report = run_audit(
+        tmp_path,
+        """
+        class Parent(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.steps, self.child = 0, Combine(True)
+            def forward(self, x):
+                self.steps += 1
+                return self.child(x) * (1 + self.steps * 1e-3)
+        def build_model(): return nn.Sequential(Parent())
+        """,
+    )
+    child, parent = report.origins
+    assert (child.module, child.operator) == ("0.child", "aten.index_put_.default")
+    assert (parent.module, parent.operator) == ("0", None)
+    assert "attr.steps" in str(parent.mechanism)
+
+
+@racy
+def test_a_root_that_races_is_held_fixed_with_all_that_is_in_it(tmp_path: Path) -> None:
+    report = run_audit(
+        tmp_path,
+        """
+        class Root(Combine):
+            def __init__(self):
+                super().__init__(True)
+                self.head = nn.Tanh()
+            def forward(self, x): return self.head(super().forward(x))
+        def build_model(): return Root()
+        """,
+    )
+    assert [(origin.module, origin.healed) for origin in report.origins] == [("", True)]
+
+
 @racy
 def test_a_difference_made_between_modules_is_nobodys(tmp_path: Path) -> None:
     report = run_audit(

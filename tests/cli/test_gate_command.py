@@ -307,3 +307,22 @@ def test_in_github_actions(tmp_path: Path) -> None:
     )
     assert summary.read_text().startswith("before\n## ⚠️ detaudit gate inconclusive (exit code 3)\n")
     assert "::" not in repository.gate("head.py", "--no-github", GITHUB_ACTIONS="true").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--json", "head.py"), "head.py would be written over"),
+        (("head.py:build_model", "--json", "head.py"), "head.py would be written over"),
+        (("--json", "r.json", "--junit", "r.json"), "r.json would be written over"),
+        (("--json", "-", "--junit", "-"), "only one output can be -"),
+    ],
+)
+def test_no_output_replaces_what_is_read_or_another(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    repository = Repository(tmp_path, policy="[tool.detaudit]\nruns = 2\ntargets = ['head.py']\n")
+    before = (tmp_path / "head.py").read_text()
+    done = repository.gate(*arguments)
+    assert (done.returncode, (tmp_path / "head.py").read_text()) == (2, before)
+    assert message in done.stderr
