@@ -5,12 +5,11 @@ docs/how-it-works.md tells the order of events and why it is this one.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, chdir, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -60,7 +59,7 @@ def audit(
     shown = progress or Silent()
     trace = Path(os.path.abspath(trace))  # the target may change the folder
     with (
-        contextlib.chdir(os.curdir),
+        chdir(os.curdir),
         _nothing_without_a_run(trace),
         TraceWriter.create(trace, meta) as writer,
     ):

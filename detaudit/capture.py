@@ -110,14 +110,9 @@ class CapturePass:
         self._budget = session.options.capture_bytes
         self._search = OperatorSearch(session, self._run, attempts)
         self.reference = self._run(capture=self.keys)
-        self.held = self._hold()
-
-    @property
-    def healed(self) -> bool | None:
+        self.healed: bool | None = None
         """Whether everything else agrees with the outputs of all origins held fixed; None if not tried."""
-        if not self.held:
-            return None
-        return all(_agree(self.held[0], run, self.keys) for run in self.held[1:])
+        self.held = self._hold()
 
     def examine(self) -> tuple[tuple[Origin, ...], list[Finding]]:
         """The origins with what was measured on them, and what else was noticed."""
@@ -212,10 +207,10 @@ class CapturePass:
         if len(self._fixed()) < len(self.keys):
             return []
         held: list[Execution] = []
-        agreeing = True
-        while len(held) < (max(HELD_RUNS, self.session.options.runs) if agreeing else HELD_RUNS):
+        self.healed = True
+        while len(held) < (max(HELD_RUNS, self.session.options.runs) if self.healed else HELD_RUNS):
             held.append(self._run(substitute=self._fixed()))
-            agreeing = agreeing and _agree(held[0], held[-1], self.keys)
+            self.healed = self.healed and _agree(held[0], held[-1], self.keys)
         return held
 
     def _isolated(self, origin: Origin) -> bool | None:

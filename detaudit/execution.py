@@ -234,9 +234,9 @@ def settle(digester: Digester, pending: Mapping[str, PendingRecord]) -> tuple[di
         record, missing = item.resolve()
         if record or name == "final":
             records[name] = record
-        # The final output has a name of its own: the root's "out" is that of the root's call.
-        sites = (site.replace("out", name, 1) if name == "final" else site for site, _ in missing)
-        unobserved += [("", site, reason) for site, (_, reason) in zip(sites, missing, strict=True)]
+        for site, reason in missing:
+            # The final output has a name of its own: the root's "out" is that of the root's call.
+            unobserved.append(("", site.replace("out", name, 1) if name == "final" else site, reason))
     return records, tuple(unobserved)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,21 +30,11 @@ class OperatorSearch:
     def inside(self, origin: Origin, substitute: Mapping[CallKey, Any]) -> OperatorDifference | None:
         """The first operator inside the origin that differs, those of modules held fixed in it left out."""
         held = {m for m, _ in substitute if m != origin.module and is_within(m, origin.module)}
-        first: list[Operator] | None = None
-        for _ in range(self.attempts):
-            seen = self._operators(origin.module, substitute)
-            operators = [
-                op
-                for op in seen
-                if (op.call == origin.call or op.module != origin.module) and not _is_in(op.module, held)
-            ]
-            if first is None:
-                first = operators
-                continue
-            found = first_differing(first, operators)
-            if found is not None:
-                return found
-        return None
+
+        def kept(op: Operator) -> bool:
+            return (op.call == origin.call or op.module != origin.module) and not _is_in(op.module, held)
+
+        return next((found for found, _ in self._differences(origin.module, substitute, kept)), None)
 
     def before(
         self, reader: OperatorDifference, substitute: Mapping[CallKey, Any]
@@ -56,17 +46,22 @@ class OperatorSearch:
         substituted are passed over: what differs inside them is not handed on.
         """
         held = {module for module, _ in substitute}
+        for found, operators in self._differences("", substitute, lambda op: not _is_in(op.module, held)):
+            if found.kind == "outputs":
+                return found if _made_before(found, reader, operators) else None
+        return None
+
+    def _differences(
+        self, module: str, substitute: Mapping[CallKey, Any], kept: Callable[[Operator], bool]
+    ) -> Iterator[tuple[OperatorDifference, list[Operator]]]:
+        """The first operator that differs between the first run and each later one, with the first's own."""
         first: list[Operator] | None = None
         for _ in range(self.attempts):
-            seen = self._operators("", substitute)
-            operators = [op for op in seen if not _is_in(op.module, held)]
+            operators = [op for op in self._operators(module, substitute) if kept(op)]
             if first is None:
                 first = operators
-                continue
-            found = first_differing(first, operators)
-            if found is not None and found.kind == "outputs":
-                return found if _made_before(found, reader, first) else None
-        return None
+            elif (found := first_differing(first, operators)) is not None:
+                yield found, first
 
     def _operators(self, module: str, substitute: Mapping[CallKey, Any]) -> list[Operator]:
         tap = OperatorTap(self.session.digester, within(self.session.recorder.current_call, [module]))

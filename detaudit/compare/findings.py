@@ -139,6 +139,11 @@ def mutates_input(view: TraceView, located: Located) -> Iterator[Finding]:
             yield Finding("mutates-input", path, f"{_title(path)} changes its inputs in place: {names}")
 
 
+def _is_of(site: str, value: str) -> bool:
+    """Whether the site is the value's own or lies in it."""
+    return site == value or site.startswith((f"{value}.", f"{value}["))
+
+
 def unobserved_output(view: TraceView, located: Located) -> Finding | None:
     """Parts of the final output that could not be digested."""
     aligned = located.aligned
@@ -153,8 +158,7 @@ def unobserved_output(view: TraceView, located: Located) -> Finding | None:
         f"{site} ({reason})"
         for run in located.runs
         for path, site, reason in run.unobserved
-        if (path in outermost and (site == "out" or site.startswith(("out.", "out["))))
-        or (not path and (site == "final" or site.startswith(("final.", "final["))))
+        if (path in outermost and _is_of(site, "out")) or (not path and _is_of(site, "final"))
     )
     if not missing:
         return None

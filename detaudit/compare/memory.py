@@ -78,9 +78,9 @@ class WithoutState:
         )
 
     def _stripped(self, record_id: int, module: int) -> int:
-        key = record_id, None if self._sites is None else module
         if self._sites is not None and module not in self._sites:
             return record_id
+        key = record_id, None if self._sites is None else module
         found = self._ids.get(key)
         if found is None:
             content = self._view.record(record_id)
@@ -110,6 +110,10 @@ def counters(view: TraceView, found: Iterable[Located]) -> dict[int, set[str]]:
     return sites
 
 
+def _of_history(report: Report) -> list[Finding]:
+    return [finding for finding in report.findings if finding.kind == "history-dependent"]
+
+
 def blames_other_state(quiet: Report, full: Report) -> bool:
     """Whether, with counters left out, what they changed elsewhere looks as if earlier runs had left it."""
     known = {origin.module for origin in full.origins if remembers(origin)}
@@ -126,8 +130,7 @@ def without_counters(
     Args:
         sites: of the counters, by module (an index).
     """
-    told = [finding for finding in full.findings if finding.kind == "history-dependent"]
-    others = [finding for finding in quiet.findings if finding.kind != "history-dependent"]
+    others = [finding for finding in quiet.findings if finding not in _of_history(quiet)]
     paths = {view.modules[module].path: held for module, held in sites.items()}
     origins = [
         replace(origin, mechanism=differed_on_entry(paths[origin.module], perhaps=True))
@@ -135,12 +138,12 @@ def without_counters(
         else origin
         for origin in quiet.origins
     ]
-    return replace(quiet, origins=tuple(origins), findings=(*others, *told))
+    return replace(quiet, origins=tuple(origins), findings=(*others, *_of_history(full)))
 
 
 def only_remembers(view: TraceView, report: Report) -> bool:
     """Whether all that differs may come from state that differed on entry."""
-    remembering = {finding.module for finding in report.findings if finding.kind == "history-dependent"}
+    remembering = {finding.module for finding in _of_history(report)}
     explained = all(origin.module in remembering for origin in report.origins)
     return report.verdict == "nondeterministic" and explained and not _has_source(view)
 
@@ -161,7 +164,7 @@ def _has_source(view: TraceView) -> bool:
 
 def judged_by_outputs(view: TraceView, quiet: Report, full: Report) -> Report:
     """The report on the outputs, which agree, with what the report on everything found of state."""
-    told = [finding for finding in full.findings if finding.kind == "history-dependent"]
+    told = _of_history(full)
     if not told:
         runs = [run.records for run in view.runs() if run.condition in MAIN_CONDITIONS]
         sites = [

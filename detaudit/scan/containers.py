@@ -55,6 +55,12 @@ class Image:
                 yield chunk
 
 
+def arch_number(arch: str) -> int:
+    """90 for ``sm_90``, ``sm_90a`` and ``90``; 0 where there is no number."""
+    digits = "".join(char for char in arch if char.isdigit())
+    return int(digits) if digits else 0
+
+
 def architectures(image: Image) -> frozenset[int] | None:
     """Numbers of the architectures for which a fatbin holds anything but PTX: ``{80, 90}`` for SM 80 and 90.
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from detaudit.core.launches import Judgement, LaunchedKernel, Launches, LaunchReport, ModuleLaunches
 from detaudit.core.scans import MEANINGS, KernelScan, ScanReport
+from detaudit.scan.containers import arch_number
 from detaudit.scan.names import demangle, finalize_of, shorten
 from detaudit.scan.selection import compact
 
@@ -95,19 +96,14 @@ def _for_this_gpu(kernels: list[KernelScan], arch: str | None) -> list[KernelSca
     """Machine code that this GPU can run: of its own number, else of the highest below it in its family."""
     if arch is None:
         return kernels
-    number = _number(arch)
+    number = arch_number(arch)
     fitting = [
         kernel
         for kernel in kernels
-        if _number(kernel.arch) <= number and _number(kernel.arch) // 10 == number // 10
+        if arch_number(kernel.arch) <= number and arch_number(kernel.arch) // 10 == number // 10
     ]
-    best = max((_number(kernel.arch) for kernel in fitting), default=0)
-    return [kernel for kernel in fitting if _number(kernel.arch) == best] or kernels
-
-
-def _number(arch: str) -> int:
-    digits = "".join(char for char in arch if char.isdigit())
-    return int(digits) if digits else 0
+    best = max((arch_number(kernel.arch) for kernel in fitting), default=0)
+    return [kernel for kernel in fitting if arch_number(kernel.arch) == best] or kernels
 
 
 def _judged(

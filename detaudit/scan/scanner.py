@@ -14,7 +14,7 @@ from typing import Final
 
 from detaudit.core.scans import MEANINGS, FileScan, KernelScan, ScanReport
 from detaudit.scan.cache import Cache
-from detaudit.scan.containers import Image, architectures, images
+from detaudit.scan.containers import Image, arch_number, architectures, images
 from detaudit.scan.functions import Function, functions
 from detaudit.scan.names import demangle, finalize_of, shorten
 from detaudit.scan.selection import EVERYTHING, Selection, functions_in
@@ -57,7 +57,7 @@ class Settings:
             OSError: the file cannot be read.
         """
         held = architectures(image) if self.archs else None
-        return held is None or not held.isdisjoint(_number(arch) for arch in self.archs)
+        return held is None or not held.isdisjoint(arch_number(arch) for arch in self.archs)
 
     def wants(self, arch: str) -> bool:
         number = arch.removeprefix("sm_")
@@ -65,10 +65,6 @@ class Settings:
 
 
 _TEMPORARY: Final = re.compile(r"'?/\S*/detaudit-scan-\S*?'?(?=\s|$)")
-
-
-def _number(arch: str) -> int:
-    return int(arch.rstrip("af"))
 
 
 @dataclass(frozen=True, slots=True)
